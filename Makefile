@@ -1,0 +1,82 @@
+# make train | test | test-all | check | bench | clean. Each sets up .venv first; a second call finds it ready.
+
+PYTHON ?= python3
+EXTRAS ?= dev,tensorboard,plot
+TORCH ?= torch==2.13.0
+# More options for pip's first call, which installs torch, e.g. to choose between its CPU and CUDA builds.
+TORCH_PIP_ARGS ?=
+# More overrides, e.g. make train ARGS="num_envs=64 compile=false"; make test ARGS="-k vtrace".
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PEERS := .venv-peers
+# The stamps are named after what they depend on, contents and not dates: a new branch with the same files keeps them.
+hash = $(shell { cat $(1); echo "$(2)"; } 2>/dev/null | cksum | cut -d ' ' -f 1)
+READY := $(VENV)/.ready-$(call hash,pyproject.toml setup.py constraints.txt,$(CURDIR) $(EXTRAS) $(TORCH))
+PEERS_READY := $(PEERS)/.ready-$(call hash,bench/peers/requirements.txt,$(CURDIR))
+
+.PHONY: train test test-all check format lint types layers spelling bench setup clean
+.DELETE_ON_ERROR:
+
+train: setup
+	$(BIN)/torchpod train experiment=cartpole $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not gpu and not slow" -rs $(ARGS)
+
+# Everything that needs no GPU; the outcome goes to docs/test-all.md.
+test-all: setup
+	@mkdir -p docs
+	@log=$$(mktemp) && { $(BIN)/python -m pytest -m "not gpu" -rs $(ARGS); echo $$? > $$log.rc; } | tee $$log; \
+	dirty=$$(test -z "$$(git status --porcelain -- . ':!docs/test-all.md')" || echo " + changes"); \
+	test -s docs/test-all.md || printf '# Runs of the whole suite (make test-all)\n\n| date | commit | result |\n|---|---|---|\n' > docs/test-all.md; \
+	echo "| $$(date -u +%F) | $$(git rev-parse --short HEAD 2>/dev/null || echo none)$$dirty | $$(tail -n 1 $$log | tr -d '=' | sed 's/^ *//; s/ *$$//') |" >> docs/test-all.md; \
+	rc=$$(cat $$log.rc); rm -f $$log $$log.rc; exit $$rc
+
+# `make -k check` goes on after the first that fails.
+check: format lint types layers spelling
+format: setup
+	$(BIN)/ruff format --check .
+lint: setup
+	$(BIN)/ruff check .
+types: setup
+	$(BIN)/pyright
+layers: setup
+	$(BIN)/lint-imports --no-logo
+spelling: setup
+	$(BIN)/codespell
+
+bench: setup $(PEERS_READY)
+	$(BIN)/torchpod bench anakin $(ARGS)
+
+setup: $(READY)
+	@command -v $(firstword $(CXX)) >/dev/null 2>&1 || echo "torchpod: no C++ compiler ($(firstword $(CXX))) found, so" \
+	"torch.compile does not work on the CPU here: install g++, or pass compile=false, which is slower." >&2
+
+# $(call venv,FOLDER) makes a virtual environment, or says in one sentence what is missing.
+define venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+echo "torchpod needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1): name" \
+"another one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || { rm -rf $(1); \
+echo "torchpod: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+endef
+
+$(READY):
+	$(call venv,$(VENV))
+	@echo "torchpod: setting up $(VENV), a minute or a few"
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH_PIP_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@rm -f $(VENV)/.ready-* && touch $@
+
+$(PEERS_READY): bench/peers/requirements.txt
+	$(call venv,$(PEERS))
+	$(PEERS)/bin/python -m pip install -q -r bench/peers/requirements.txt
+	@rm -f $(PEERS)/.ready-* && touch $@
+
+# Virtual environments and runs/ stay.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find torchpod envs algos configs bench tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,396 @@
+"""The JAX peer of the `anakin` suite: PPO on CartPole-v1, the work of purejaxrl's `ppo.py` to the last flop.
+
+T=128 steps, 4 epochs x 4 minibatches over a random permutation of the T*B rows, separate 2x64 tanh actor and critic,
+GAE, clipped objective and clipped values, Adam with linear decay. Environment (dynamics, reset keys and auto-reset as
+gymnax has them), networks and optimizer are written out here, so that the peer needs nothing but JAX. The whole
+training is one `lax.scan` inside one `jit` with donated buffers: the host calls it once per timed repeat.
+
+    taskset -c 0 python bench/peers/jax_ppo.py --num-envs 1024 --iterations 4 --repeats 5 --json
+
+One JSON line per run; the fields are those of every worker (bench/harness.py, `Measurement`). `--mode env_only`
+steps the environment with random actions; `--mode policy` adds networks, sampling and the stored trajectory;
+`--mode update` is the whole algorithm.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from functools import partial
+from typing import NamedTuple
+
+# Before jax is imported: XLA reads its flags once. One core is the caller's `taskset`; these keep XLA from splitting
+# work for a pool that it does not have.
+ONE_THREAD_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+if len(os.sched_getaffinity(0)) == 1:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD_FLAGS}".strip()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import jaxlib  # noqa: E402
+from jax import Array, lax  # noqa: E402
+
+UNROLL_LENGTH, EPOCHS, MINIBATCHES = 128, 4, 4
+DISCOUNT, GAE_LAMBDA, CLIP, ENTROPY_COST, VALUE_COST = 0.99, 0.95, 0.2, 0.01, 0.5
+LEARNING_RATE, MAX_GRAD_NORM, ADAM_B1, ADAM_B2, ADAM_EPS = 2.5e-4, 0.5, 0.9, 0.999, 1e-5
+OBSERVATION_SIZE, HIDDEN, NUM_ACTIONS = 4, 64, 2
+
+Params = dict[str, list[tuple[Array, Array]]]
+
+
+# --- CartPole-v1 ------------------------------------------------------------------------------------------------------
+
+
+class CartPole(NamedTuple):
+    """State of one environment; `episode_return` is what gymnax's LogWrapper adds."""
+
+    x: Array
+    x_dot: Array
+    theta: Array
+    theta_dot: Array
+    time: Array
+    episode_return: Array
+
+
+def reset(key: Array) -> CartPole:
+    """A fresh state, each variable uniform in [-0.05, 0.05)."""
+    x, x_dot, theta, theta_dot = jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+    return CartPole(x, x_dot, theta, theta_dot, jnp.int32(0), jnp.float32(0))
+
+
+def observe(state: CartPole) -> Array:
+    """`[4]` float32."""
+    return jnp.stack([state.x, state.x_dot, state.theta, state.theta_dot])
+
+
+def step(key: Array, state: CartPole, action: Array) -> tuple[CartPole, Array, Array, Array]:
+    """One Euler step of 0.02 s, then auto-reset: returns state, reward, done and the return of a finished episode."""
+    force = 10.0 * (2.0 * action - 1.0)
+    cos, sin = jnp.cos(state.theta), jnp.sin(state.theta)
+    push = (force + 0.05 * state.theta_dot**2 * sin) / 1.1
+    theta_acc = (9.8 * sin - cos * push) / (0.5 * (4.0 / 3.0 - 0.1 * cos**2 / 1.1))
+    x_acc = push - 0.05 * theta_acc * cos / 1.1
+    reward = jnp.float32(1.0)
+    moved = CartPole(
+        x=state.x + 0.02 * state.x_dot,
+        x_dot=state.x_dot + 0.02 * x_acc,
+        theta=state.theta + 0.02 * state.theta_dot,
+        theta_dot=state.theta_dot + 0.02 * theta_acc,
+        time=state.time + 1,
+        episode_return=state.episode_return + reward,
+    )
+    limit = 12 * 2 * jnp.pi / 360
+    done = (jnp.abs(moved.x) > 2.4) | (jnp.abs(moved.theta) > limit) | (moved.time >= 500)
+    _, reset_key = jax.random.split(key)
+    fresh = reset(reset_key)
+    state = jax.tree.map(partial(jnp.where, done), fresh, moved)
+    return state, reward, done, moved.episode_return
+
+
+# --- Networks and optimizer -------------------------------------------------------------------------------------------
+
+
+def init_params(key: Array) -> Params:
+    """Orthogonal weights (gain sqrt 2; 0.01 for the policy's head, 1 for the value's), zero biases."""
+
+    def tower(key: Array, outputs: int, head_gain: float) -> list[tuple[Array, Array]]:
+        sizes = [(OBSERVATION_SIZE, HIDDEN, 2**0.5), (HIDDEN, HIDDEN, 2**0.5), (HIDDEN, outputs, head_gain)]
+        keys = jax.random.split(key, len(sizes))
+        orthogonal = jax.nn.initializers.orthogonal
+        return [(orthogonal(g)(k, (i, o), jnp.float32), jnp.zeros(o)) for k, (i, o, g) in zip(keys, sizes, strict=True)]
+
+    actor_key, critic_key = jax.random.split(key)
+    return {"actor": tower(actor_key, NUM_ACTIONS, 0.01), "critic": tower(critic_key, 1, 1.0)}
+
+
+def mlp(layers: list[tuple[Array, Array]], x: Array) -> Array:
+    """Dense, tanh, dense, tanh, dense."""
+    for weight, bias in layers[:-1]:
+        x = jnp.tanh(x @ weight + bias)
+    weight, bias = layers[-1]
+    return x @ weight + bias
+
+
+def policy(params: Params, observation: Array) -> tuple[Array, Array]:
+    """`[..., A]` log-probabilities and `[...]` values."""
+    return jax.nn.log_softmax(mlp(params["actor"], observation)), mlp(params["critic"], observation)[..., 0]
+
+
+def chosen(log_probs: Array, action: Array) -> Array:
+    """The log-probability of each action, by a mask: a gather has a scatter for its gradient, which is slow."""
+    return jnp.sum(jax.nn.one_hot(action, NUM_ACTIONS) * log_probs, axis=-1)
+
+
+class Adam(NamedTuple):
+    """Moments and step count."""
+
+    mu: Params
+    nu: Params
+    count: Array
+
+
+def adam_step(params: Params, opt: Adam, grads: Params, total_iterations: int) -> tuple[Params, Adam]:
+    """Global-norm clip, Adam, learning rate falling linearly per iteration (not per minibatch)."""
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    scale = jnp.where(norm < MAX_GRAD_NORM, 1.0, MAX_GRAD_NORM / norm)
+    grads = jax.tree.map(lambda g: g * scale, grads)
+    iteration = opt.count // (EPOCHS * MINIBATCHES)
+    rate = LEARNING_RATE * (1.0 - iteration / total_iterations)
+    count = opt.count + 1
+    mu = jax.tree.map(lambda m, g: ADAM_B1 * m + (1 - ADAM_B1) * g, opt.mu, grads)
+    nu = jax.tree.map(lambda v, g: ADAM_B2 * v + (1 - ADAM_B2) * g * g, opt.nu, grads)
+    mu_scale, nu_scale = 1 / (1 - ADAM_B1**count), 1 / (1 - ADAM_B2**count)
+    params = jax.tree.map(
+        lambda p, m, v: p - rate * m * mu_scale / (jnp.sqrt(v * nu_scale) + ADAM_EPS), params, mu, nu
+    )
+    return params, Adam(mu, nu, count)
+
+
+# --- PPO --------------------------------------------------------------------------------------------------------------
+
+
+class Carry(NamedTuple):
+    """What one iteration hands to the next."""
+
+    params: Params
+    opt: Adam
+    env_state: CartPole
+    key: Array
+
+
+class Transition(NamedTuple):
+    """One step of all environments; stacked by the scan to `[T, B, ...]`."""
+
+    observation: Array
+    action: Array
+    log_prob: Array
+    value: Array
+    reward: Array
+    done: Array
+    finished_return: Array
+
+
+class Episodes(NamedTuple):
+    """Sum of the returns of finished episodes, and how many there were."""
+
+    return_sum: Array
+    count: Array
+
+
+def init_carry(seed: int, num_envs: int) -> Carry:
+    """Parameters, optimizer and environments of one seed."""
+    key, params_key, env_key = jax.random.split(jax.random.key(seed), 3)
+    params = init_params(params_key)
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    return Carry(
+        params, Adam(zeros(params), zeros(params), jnp.int32(0)), jax.vmap(reset)(jax.random.split(env_key, num_envs)), key
+    )
+
+
+def step_all(key: Array, state: CartPole, action: Array) -> tuple[CartPole, Array, Array, Array]:
+    """`step` of every environment, each with its own key."""
+    return jax.vmap(step)(jax.random.split(key, action.shape[0]), state, action)
+
+
+def random_rollout(carry: Carry) -> tuple[Carry, Episodes]:
+    """T steps with random actions: the environment alone."""
+
+    def body(scan_carry: tuple[CartPole, Array], _: None) -> tuple[tuple[CartPole, Array], Array]:
+        state, key = scan_carry
+        key, action_key, step_key = jax.random.split(key, 3)
+        action = jax.random.randint(action_key, state.x.shape, 0, NUM_ACTIONS)
+        state, _, done, finished_return = step_all(step_key, state, action)
+        return (state, key), jnp.stack([jnp.sum(done * finished_return), jnp.sum(done)])
+
+    (state, key), finished = lax.scan(body, (carry.env_state, carry.key), None, UNROLL_LENGTH)
+    return carry._replace(env_state=state, key=key), Episodes(*finished.sum(0))
+
+
+def rollout(carry: Carry) -> tuple[Carry, Transition, Episodes]:
+    """T steps with the policy; the trajectory is stored."""
+
+    def body(scan_carry: tuple[CartPole, Array], _: None) -> tuple[tuple[CartPole, Array], Transition]:
+        state, key = scan_carry
+        key, action_key, step_key = jax.random.split(key, 3)
+        observation = jax.vmap(observe)(state)
+        log_probs, value = policy(carry.params, observation)
+        action = jax.random.categorical(action_key, log_probs)
+        log_prob = chosen(log_probs, action)
+        state, reward, done, finished_return = step_all(step_key, state, action)
+        return (state, key), Transition(observation, action, log_prob, value, reward, done, finished_return)
+
+    (state, key), trajectory = lax.scan(body, (carry.env_state, carry.key), None, UNROLL_LENGTH)
+    episodes = Episodes(jnp.sum(trajectory.done * trajectory.finished_return), jnp.sum(trajectory.done, dtype=jnp.float32))
+    return carry._replace(env_state=state, key=key), trajectory, episodes
+
+
+def gae(trajectory: Transition, last_value: Array) -> Array:
+    """`[T, B]` advantages, by a backward scan."""
+
+    def body(scan_carry: tuple[Array, Array], t: Transition) -> tuple[tuple[Array, Array], Array]:
+        advantage, next_value = scan_carry
+        discount = DISCOUNT * (1.0 - t.done)
+        advantage = t.reward + discount * next_value - t.value + discount * GAE_LAMBDA * advantage
+        return (advantage, t.value), advantage
+
+    start = (jnp.zeros_like(last_value), last_value)
+    return lax.scan(body, start, trajectory, reverse=True, unroll=16)[1]
+
+
+class Rows(NamedTuple):
+    """What the loss reads, flattened to `[T * B, ...]`."""
+
+    observation: Array
+    action: Array
+    log_prob: Array
+    value: Array
+    advantage: Array
+    target: Array
+
+
+def loss(params: Params, rows: Rows) -> Array:
+    """Clipped objective + clipped value loss - entropy, advantages normalised within the minibatch."""
+    log_probs, value = policy(params, rows.observation)
+    log_prob = chosen(log_probs, rows.action)
+    clipped_value = rows.value + jnp.clip(value - rows.value, -CLIP, CLIP)
+    value_loss = 0.5 * jnp.maximum((value - rows.target) ** 2, (clipped_value - rows.target) ** 2).mean()
+    advantage = (rows.advantage - rows.advantage.mean()) / (rows.advantage.std() + 1e-8)
+    ratio = jnp.exp(log_prob - rows.log_prob)
+    policy_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage).mean()
+    entropy = -(jnp.exp(log_probs) * log_probs).sum(-1).mean()
+    return policy_loss + VALUE_COST * value_loss - ENTROPY_COST * entropy
+
+
+def ppo_iteration(carry: Carry, total_iterations: int) -> tuple[Carry, Episodes]:
+    """Rollout, advantages, epochs x minibatches."""
+    carry, trajectory, episodes = rollout(carry)
+    _, last_value = policy(carry.params, jax.vmap(observe)(carry.env_state))
+    advantage = gae(trajectory, last_value)
+    t = trajectory
+    rows = Rows(t.observation, t.action, t.log_prob, t.value, advantage, advantage + t.value)
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+    def minibatch(learner: tuple[Params, Adam], batch: Rows) -> tuple[tuple[Params, Adam], Array]:
+        params, opt = learner
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return adam_step(params, opt, grads, total_iterations), value
+
+    def epoch(scan_carry: tuple[Params, Adam, Array], _: None) -> tuple[tuple[Params, Adam, Array], Array]:
+        params, opt, key = scan_carry
+        key, permutation_key = jax.random.split(key)
+        order = jax.random.permutation(permutation_key, rows.action.shape[0])
+        batches = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), rows)
+        (params, opt), losses = lax.scan(minibatch, (params, opt), batches)
+        return (params, opt, key), losses
+
+    (params, opt, key), _ = lax.scan(epoch, (carry.params, carry.opt, carry.key), None, EPOCHS)
+    return carry._replace(params=params, opt=opt, key=key), episodes
+
+
+@partial(jax.jit, static_argnames=("mode", "iterations", "total_iterations"), donate_argnums=0)
+def run(carry: Carry, mode: str, iterations: int, total_iterations: int) -> tuple[Carry, Transition | None, Episodes]:
+    """`iterations` iterations of a mode; the episodes are those of each iteration, `[iterations]`."""
+
+    def body(scan_carry: tuple[Carry, Transition | None], _: None) -> tuple[tuple[Carry, Transition | None], Episodes]:
+        carry, trajectory = scan_carry
+        if mode == "env_only":
+            carry, episodes = random_rollout(carry)
+        elif mode == "policy":
+            # The trajectory is an output, so that XLA cannot leave out storing it.
+            carry, trajectory, episodes = rollout(carry)
+        else:
+            carry, episodes = ppo_iteration(carry, total_iterations)
+        return (carry, trajectory), episodes
+
+    trajectory = None
+    if mode == "policy":
+        shapes = jax.eval_shape(rollout, carry)[1]
+        trajectory = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (carry, trajectory), episodes = lax.scan(body, (carry, trajectory), None, iterations)
+    return carry, trajectory, episodes
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: int = 0, seed: int = 0) -> dict:
+    """Compiles, warms up, then times `repeats` calls of `iterations` iterations each.
+
+    Args:
+      num_envs: environments, B.
+      iterations: iterations within one timed call.
+      repeats: timed calls.
+      mode: "env_only", "policy" or "update".
+      warmup: iterations before the first timed one, rounded up to whole calls, at least one call.
+      seed: seed of parameters and environments.
+
+    Returns:
+      The fields of `Measurement` in bench/harness.py.
+    """
+    warmup_calls = max(1, -(-warmup // iterations))
+    total_iterations = iterations * (warmup_calls + repeats)
+    carry = jax.block_until_ready(jax.jit(init_carry, static_argnums=(0, 1))(seed, num_envs))
+    param_count = sum(x.size for x in jax.tree.leaves(carry.params))
+
+    start = time.perf_counter()
+    compiled = run.lower(carry, mode=mode, iterations=iterations, total_iterations=total_iterations).compile()
+    compile_s = time.perf_counter() - start
+
+    wall_s, cpu_s, episodes = [], [], None
+    for call in range(warmup_calls + repeats):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        carry, _, episodes = jax.block_until_ready(compiled(carry))
+        if call >= warmup_calls:
+            wall_s.append(time.perf_counter() - start)
+            cpu_s.append(time.process_time() - cpu_start)
+    assert episodes is not None
+    count = float(episodes.count.sum())
+    rates = [iterations * UNROLL_LENGTH * num_envs / w for w in wall_s]
+    return {
+        "framework": "jax",
+        "mode": mode,
+        "num_envs": num_envs,
+        "unroll_length": UNROLL_LENGTH,
+        "epochs": EPOCHS,
+        "minibatches": MINIBATCHES,
+        "batch_rows": UNROLL_LENGTH * num_envs,
+        "param_count": param_count,
+        "dtype": str(carry.params["actor"][0][0].dtype),
+        "iterations": iterations,
+        "total_iterations": total_iterations,
+        "compile_s": compile_s,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+        "episode_return": float(episodes.return_sum.sum()) / count if count else None,
+        "episodes": int(count),
+        "threads": {"cores": len(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS", "")},
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--num-envs", type=int, default=1024)
+    parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls")
+    parser.add_argument("--mode", choices=["env_only", "policy", "update"], default="update")
+    parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the JSON line instead of a sentence")
+    args = parser.parse_args()
+    m = measure(args.num_envs, args.iterations, args.repeats, args.mode, warmup=args.warmup, seed=args.seed)
+    if args.json:
+        print(json.dumps(m))
+    else:
+        rate, spread = m["env_steps_per_s"], m["threads"]
+        print(
+            f"{args.mode} B={args.num_envs}: {rate['median']:,.0f} env steps/s ({rate['min']:,.0f} to {rate['max']:,.0f}),"
+            f" compile {m['compile_s']:.1f} s, return {m['episode_return']}, {spread['cores']} core(s)"
+        )
+
+
+if __name__ == "__main__":
+    main()

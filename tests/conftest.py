@@ -1,0 +1,36 @@
+"""What every test gets: one torch thread, and a stated reason for each GPU test that does not run.
+
+Inductor's cache stays where torch puts it, one folder per user, so that a second session compiles little.
+"""
+
+import os
+
+# Before torch: two OpenMP threads that compete for a core are many times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """Set the default; a test that wants more threads sets and restores them itself."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip gpu tests where there is no GPU, also when the -m option did not leave them out."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="gpu: torch.cuda.is_available() is False"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the gpu tests that did not run, so that they cannot be forgotten unseen."""
+    left_out = [i for i in terminalreporter.stats.get("deselected", []) if i.get_closest_marker("gpu")]
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu: torch.cuda" in str(r.longrepr)]
+    if left_out or skipped:
+        why = "there is no CUDA device" if not torch.cuda.is_available() else "the -m option leaves them out"
+        terminalreporter.write_line(f"gpu tests not run: {len(left_out) + len(skipped)} ({why})")

@@ -1,0 +1,114 @@
+"""Agents: a plain `nn.Module` to their author, a pure function to the framework. Read types.py first.
+
+The author writes methods that use `self.policy(...)` as usual. The loops never call them on the module: they call
+`bind(agent, variables).act(...)`, which runs the method with the parameters and buffers of `variables` put in place
+of the module's own. So one file serves one run, a population (vmap over variables), several ranks, gradients through
+updates, and both loops. An agent never learns which loop it is in.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+
+Variables = dict[str, Tensor]
+"""Parameters and buffers of an agent by name."""
+
+
+class Agent(nn.Module):
+    """Base of all agents: override `act`, `prepare` and `loss`."""
+
+    recurrent: bool = False
+    """True: `loss` gets whole sequences `[T, B', ...]`; False: rows `[R, ...]` shuffled over time and environment."""
+    standardise: tuple[str, ...] = ()
+    """Names in `Batch.steps` that the learner shifts and scales, per minibatch and over all ranks, to mean 0, std 1."""
+    target_rate: float | None = None
+    """Target parameters follow by `target += rate * (params - target)` after each update; None for no targets."""
+
+    def hyperparameter(self, name: str, value: float) -> None:
+        """Registers `self.<name>` as a float32 scalar tensor, so that members of a population may differ in it."""
+        self.register_buffer(name, torch.tensor(float(value)))
+
+    def initial_state(self, batch_size: int) -> Tree:
+        """The recurrent state of `batch_size` fresh episodes, `[B, ...]`; () for feed-forward agents."""
+        del batch_size
+        return ()
+
+    def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
+        """One decision per environment.
+
+        Args:
+          timestep: `[B, ...]`. Reset the recurrent state where `step_type == FIRST`.
+          state: `[B, ...]`, from `initial_state` or the last `act`.
+          keys: `[B, 3]`, one fresh key per environment.
+          explore: False for evaluation: the greedy action.
+        """
+        raise NotImplementedError
+
+    def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
+        """What is computed once per trajectory, before the epochs: advantages, targets, weights.
+
+        Args:
+          trajectory: T steps of B environments.
+          keys: `[B, 3]`, one fresh key per environment.
+        """
+        raise NotImplementedError
+
+    def loss(self, batch: Batch, keys: Tensor, target: "Bound | None") -> LossOutput:
+        """The loss of one minibatch, a sum over rows weighted by `batch.steps["weight"]`.
+
+        Args:
+          batch: rows of what `prepare` made.
+          keys: `[3]`, a fresh key.
+          target: the agent with its target parameters, if it has any; call as `target("method", ...)`.
+        """
+        raise NotImplementedError
+
+    def optimizer_groups(self) -> dict[str, tuple[str, ...]]:
+        """Parameter-name prefixes per loss: `{"policy": ("actor.",), "value": ("critic.",)}`.
+
+        Each group has its own optimizer state, learning rate and gradient norm, and follows the gradient of the loss
+        of its name alone. The default is one loss for all parameters.
+        """
+        return {"loss": ("",)}
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Dispatch for `functional_call`, which only calls modules."""
+        return getattr(self, method)(*args, **kwargs)
+
+
+class Bound:
+    """An agent with given variables: `bound.act(...)`, or `bound("any_method", ...)`. Pure; nothing is kept."""
+
+    def __init__(self, agent: Agent, variables: Variables) -> None:
+        self._agent, self._variables = agent, variables
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the agent by name."""
+        return functional_call(self._agent, self._variables, (method, *args), kwargs)
+
+    def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
+        """See `Agent.act`."""
+        return self("act", timestep, state, keys, explore)
+
+    def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
+        """See `Agent.prepare`."""
+        return self("prepare", trajectory, keys)
+
+    def loss(self, batch: Batch, keys: Tensor, target: "Bound | None" = None) -> LossOutput:
+        """See `Agent.loss`."""
+        return self("loss", batch, keys, target)
+
+
+def bind(agent: Agent, variables: Variables) -> Bound:
+    """The agent as a pure function of its parameters and buffers."""
+    return Bound(agent, variables)
+
+
+def variables_of(agent: Agent) -> tuple[Variables, Variables]:
+    """Detached copies of an agent's parameters and of its buffers (hyperparameters and statistics)."""
+    params = {name: value.detach().clone() for name, value in agent.named_parameters()}
+    return params, {name: value.detach().clone() for name, value in agent.named_buffers()}

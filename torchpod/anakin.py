@@ -1,0 +1,224 @@
+"""Anakin: environment, policy and update in one program on one device. Read types, agent and rollout first.
+
+After Hessel et al. 2021, "Podracer architectures for scalable reinforcement learning"
+(https://arxiv.org/abs/2104.06272), figure 2. An iteration is: unroll T steps of B environments, update. It is a pure
+function of `AnakinState`; `train` replays it many times per return to the host.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, variables_of
+from torchpod.compile import Compiler, span
+from torchpod.distributed import Ranks
+from torchpod.env import Env
+from torchpod.episodes import count_episodes
+from torchpod.graph import Replay
+from torchpod.learner import Learner, LearnerConfig, LearnerState
+from torchpod.rollout import make_step, start, unroll
+from torchpod.types import Carry, Trajectory
+
+ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM, EVAL_STREAM = range(4)
+"""Children of the seed's key: what is drawn for one purpose never depends on another."""
+
+
+class AnakinState(NamedTuple):
+    """Everything a run is. A checkpoint holds exactly this. In a population every leaf has a leading P axis."""
+
+    carry: Carry
+    learner: LearnerState
+    env_keys: Tensor
+    """`[B, 3]`, owned by the environments; so are the next two."""
+    actor_keys: Tensor
+    learner_keys: Tensor
+    episode_return: Tensor
+    """`[B]` float32, raw reward of the running episodes."""
+    episode_length: Tensor
+    """`[B]` int64."""
+    iteration: Tensor
+    """int64 scalar."""
+    env_steps: Tensor
+    """int64 scalar: transitions on all ranks so far, without resets."""
+
+
+class Report(NamedTuple):
+    """What one call to the device brought back."""
+
+    iteration: int
+    env_steps: int
+    """Per member, over all ranks."""
+    metrics: dict[str, Tensor]
+    """Means over the iterations of the call, on CPU: scalars, or `[P]` in a population."""
+    wall_s: float
+    compile_s: float
+    """Of `wall_s`, what the first call spent on compilation and capture; else 0."""
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was not finite. `trajectory` and `iteration` say from what."""
+
+    def __init__(self, iteration: int, trajectory: Trajectory) -> None:
+        super().__init__(f"the gradient of iteration {iteration} is not finite")
+        self.iteration, self.trajectory = iteration, trajectory
+
+
+class Anakin:
+    """One training program.
+
+    Args:
+      make_agent: builds the agent; called once per member with torch's generator seeded by the member's seed.
+      env: a tensor environment.
+      num_envs: B on this rank.
+      unroll_length: T.
+      learner: how to learn.
+      num_iterations: of the whole run.
+      compiler: how to compile; its population is P.
+      ranks: all processes of the run.
+      device: where everything lives.
+    """
+
+    def __init__(
+        self,
+        make_agent: Callable[[], Agent],
+        env: Env,
+        *,
+        num_envs: int,
+        unroll_length: int,
+        learner: LearnerConfig,
+        num_iterations: int,
+        compiler: Compiler,
+        ranks: Ranks = Ranks(),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not (env.traits.pure and env.traits.capturable):
+            raise ValueError(f"environment {env.spec.name} is not a pure tensor program; run it with loop=sebulba.")
+        if compiler.population > 1 and not env.traits.vmappable:
+            raise ValueError(f"environment {env.spec.name} cannot be vmapped; run it with population=1.")
+        self.make_agent, self.env, self.device = make_agent, env, torch.device(device)
+        self.agent = make_agent().to(device)
+        self.num_envs, self.unroll_length, self.ranks = num_envs, unroll_length, ranks
+        self.num_iterations, self.population = num_iterations, compiler.population
+        self.learner = Learner(self.agent, learner, num_iterations=num_iterations, compiler=compiler, ranks=ranks)
+        self._axis = 0 if self.population == 1 else 1
+        self._step = compiler(make_step(self.agent, env))
+        self._count = compiler(count_episodes)
+
+    def init(self, seed: int, members: list[int] | None = None) -> AnakinState:
+        """The state before the first iteration; member p of a population is the run of seed + p."""
+        if self.population == 1:
+            return self._init_one(seed)
+        states = [self._init_one(s) for s in members or range(seed, seed + self.population)]
+        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *states)
+
+    def _init_one(self, seed: int) -> AnakinState:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            agent = self.make_agent().to(self.device)
+        root = random.key(seed, self.device)
+        env_keys, actor_keys, learner_keys = (
+            random.split(random.fold_in(root, stream), self.num_envs, self.ranks.rank * self.num_envs)
+            for stream in (ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM)
+        )
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        return AnakinState(
+            carry=start(agent, self.env, env_keys),
+            learner=self.learner.init(*variables_of(agent)),
+            env_keys=env_keys,
+            actor_keys=actor_keys,
+            learner_keys=learner_keys,
+            episode_return=torch.zeros(self.num_envs, device=self.device),
+            episode_length=torch.zeros(self.num_envs, dtype=torch.int64, device=self.device),
+            iteration=zero,
+            env_steps=zero.clone(),
+        )
+
+    def rollout(self, state: AnakinState) -> tuple[Carry, Trajectory]:
+        """The first half of an iteration."""
+        with span("rollout"):
+            return unroll(
+                self._step,
+                state.learner.params | state.learner.buffers,
+                state.carry,
+                state.env_keys,
+                state.actor_keys,
+                length=self.unroll_length,
+                time_axis=self._axis,
+            )
+
+    def iterate(self, state: AnakinState) -> tuple[AnakinState, dict[str, Tensor]]:
+        """One iteration: pure, without a host sync."""
+        carry, trajectory = self.rollout(state)
+        with span("update"):
+            keys = random.at(state.learner_keys, state.iteration * (self.learner.config.num_epochs + 1))
+            learner, metrics = self.learner.update(state.learner, trajectory, keys)
+        episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
+        sums = self.ranks.sum(episodes.sums)
+        state = state._replace(
+            carry=carry,
+            learner=learner,
+            episode_return=episodes.running_return,
+            episode_length=episodes.running_length,
+            iteration=state.iteration + 1,
+            env_steps=state.env_steps + sums[..., 3].long(),
+        )
+        return state, {**metrics, "episodes": sums}
+
+
+def train(
+    anakin: Anakin, state: AnakinState, *, until: int | None = None, iterations_per_call: int = 1
+) -> Iterator[tuple[Report, Replay]]:
+    """Runs iterations and reports after each call to the device.
+
+    Args:
+      anakin: the program.
+      state: from `Anakin.init`, or a checkpoint.
+      until: iteration to stop at; the whole run if None.
+      iterations_per_call: iterations between two returns to the host; the last call may have fewer.
+
+    Yields:
+      The report, and the program, whose `.state` may be read (or cloned) until the next call.
+
+    Raises:
+      NonFiniteError: if no member of the population has a finite gradient any more. `state` is then what it was at
+        the start of the iteration that failed.
+    """
+    until = anakin.num_iterations if until is None else until
+    iteration, first_call, began = int(state.iteration.flatten()[0]), True, time.perf_counter()
+    replay = Replay(anakin.iterate, state, capture=anakin.device.type == "cuda")
+    while iteration < until:
+        count = 1 if first_call else min(iterations_per_call, until - iteration)
+        before = pytree.tree_map(torch.clone, replay.state)
+        history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
+        metrics = _fetch(history)
+        if not replay.state.learner.healthy.any():
+            raise _find_failure(anakin, before, count)
+        iteration += count
+        wall_s, began = time.perf_counter() - began, time.perf_counter()
+        env_steps = int(replay.state.env_steps.flatten()[0])
+        yield Report(iteration, env_steps, metrics, wall_s, wall_s if first_call else 0.0), replay
+        first_call, began = False, time.perf_counter()
+
+
+def _fetch(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Metrics of several iterations to the host: means, and over all their episodes. The one sync of a call."""
+    metrics = {name: torch.stack([h[name] for h in history]).mean(0) for name in history[0] if name != "episodes"}
+    count, returns, lengths, _ = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
+    metrics |= {"episodes": count, "episode_return": returns / count, "episode_length": lengths / count}
+    return {name: value.double().cpu() for name, value in metrics.items()}
+
+
+def _find_failure(anakin: Anakin, state: AnakinState, count: int) -> NonFiniteError:
+    """Runs the iterations of a failed call again, one by one: the same keys give the same numbers."""
+    for _ in range(count):
+        _, trajectory = anakin.rollout(state)
+        after, _ = anakin.iterate(state)
+        if not after.learner.healthy.any():
+            break
+        state = after
+    return NonFiniteError(int(state.iteration.flatten()[0]) + 1, trajectory)

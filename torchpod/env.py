@@ -1,0 +1,140 @@
+"""Environments: the contract of the loops (`Env`), and the base that writes most of it (`TensorEnv`).
+
+An environment is pure and batched: state goes in, state comes out, and randomness comes from keys.
+"""
+
+import copy
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod.specs import EnvSpec, Traits
+from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
+
+
+class Env(Protocol):
+    """What the loops need. `torchpod.check_env` tests every rule."""
+
+    spec: EnvSpec
+    traits: Traits
+
+    def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """Starts one episode per key `[B, 3]`. Host environments return None as state."""
+        ...
+
+    def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """One step; where the last step was `LAST`, a reset that ignores the action. Keys `[B, 3]` are fresh."""
+        ...
+
+
+class TensorEnv:
+    """Base of environments written as tensor programs: write `reset`, `transition` and `observe`; the rest is here.
+
+    `init` and `step` add the time limit, the auto-reset and the bookkeeping. A subclass may keep parameters as plain
+    numbers on `self`; what differs from one environment of the batch to the next belongs into the state.
+    """
+
+    spec: EnvSpec
+    traits = Traits()
+
+    def reset(self, keys: Tensor) -> Tree:
+        """The state at the start of an episode, one row per key `[B, 3]`."""
+        raise NotImplementedError
+
+    def transition(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, Tree, Tensor]:
+        """Next state, reward `[B]` float32 (or per group) and termination `[B]` bool."""
+        raise NotImplementedError
+
+    def observe(self, state: Tree) -> Tree:
+        """The observation of a state."""
+        raise NotImplementedError
+
+    def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """See `Env.init`."""
+        state = self.reset(keys)
+        size, device = keys.shape[0], keys.device
+        zero = torch.zeros(size, device=device)
+        count = torch.zeros(size, dtype=torch.int32, device=device)
+        no = torch.zeros(size, dtype=torch.bool, device=device)
+        groups = self.spec.groups
+        reward = zero if groups is None else {g: zero[:, None].expand(-1, n) for g, n in groups.items()}
+        yes = torch.ones_like(no)
+        timestep = make_timestep(self.observe(state), reward, reset=yes, terminated=no, truncated=no)
+        return (state, count, no), timestep
+
+    def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """See `Env.step`."""
+        inner, count, was_last = state
+        # `reset` and `transition` may use the same words: each environment keeps the outcome of only one of them.
+        moved, reward, terminated = self.transition(inner, action, keys)
+        inner = where(was_last, self.reset(keys), moved)
+        count = torch.where(was_last, 0, count + 1)
+        limit = self.spec.max_episode_steps
+        truncated = count >= limit if limit is not None else torch.zeros_like(was_last)
+        timestep = make_timestep(
+            self.observe(inner), reward, reset=was_last, terminated=terminated, truncated=truncated
+        )
+        return (inner, count, timestep.step_type == LAST), timestep
+
+
+def make_timestep(
+    observation: Tree,
+    reward: Tree,
+    *,
+    reset: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    extras: dict[str, Tree] | None = None,
+) -> TimeStep:
+    """Puts a `TimeStep` together from what most environments know.
+
+    Args:
+      observation: `[B, ...]`.
+      reward: `[B]` float32, or `{group: [B, N]}`; set to 0 on resets.
+      reset: `[B]` bool, True where this step starts an episode; it wins over the next two.
+      terminated: `[B]` bool, the episode ended by its own rules: no value after it.
+      truncated: `[B]` bool, the episode was cut: its value goes on. Termination wins.
+      extras: added to `raw_reward` and `game_over`.
+    """
+    last = (terminated | truncated) & ~reset
+    step_type = torch.where(reset, FIRST, torch.where(last, LAST, MID)).to(torch.int32)
+    reward = pytree.tree_map(lambda r: r.masked_fill(_like(reset, r), 0.0), reward)
+    ended = terminated & ~reset
+    discount = pytree.tree_map(lambda r: torch.ones_like(r).masked_fill(_like(ended, r), 0.0), reward)
+    return TimeStep(
+        step_type, reward, discount, observation, {"raw_reward": reward, "game_over": last} | (extras or {})
+    )
+
+
+def where(condition: Tensor, on_true: Tree, on_false: Tree) -> Tree:
+    """`torch.where` over trees; `condition` `[B]` is broadcast over the trailing axes of each leaf."""
+    return pytree.tree_map(lambda a, b: torch.where(_like(condition, a), a, b), on_true, on_false)
+
+
+def _like(mask: Tensor, leaf: Tensor) -> Tensor:
+    return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+
+
+class HostEnv:
+    """A tensor environment behind the host contract: it keeps its state itself and hands out None.
+
+    For parity tests and debugging: the loops treat it like any environment that lives outside the program.
+    """
+
+    def __init__(self, env: TensorEnv) -> None:
+        self._env = copy.copy(env)
+        self._state: Tree = None
+        self.spec = env.spec
+        self.traits = Traits(pure=False, capturable=False, differentiable=False, vmappable=False)
+
+    def init(self, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.init`."""
+        self._state, timestep = self._env.init(keys)
+        return None, timestep
+
+    def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.step`."""
+        self._state, timestep = self._env.step(self._state, action, keys)
+        return None, timestep

@@ -1,0 +1,57 @@
+"""One iteration as a replayable program: static buffers, and on CUDA one graph.
+
+`Replay(fn, state)` owns a copy of `state`. A call runs `fn(state) -> (state, metrics)` and copies the result back into
+the same memory. On CUDA the run is captured once and then replayed: nothing returns to Python between the first
+environment step and the last optimizer step. On CPU the very same code runs uncaptured.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod.types import Tree
+
+
+class Replay:
+    """See the module.
+
+    Args:
+      fn: pure; same shapes out as in. It must be warm (compiled) before it is captured: `warm_up` calls do that.
+      state: where to start; copied.
+      capture: use a CUDA graph.
+      warm_up: calls before the capture, whose results are thrown away.
+    """
+
+    def __init__(self, fn: Callable[[Tree], tuple[Tree, Tree]], state: Tree, *, capture: bool, warm_up: int = 2) -> None:
+        self._fn = fn
+        self.state = pytree.tree_map(torch.clone, state)
+        self.metrics: Tree = None
+        self._graph: Any = None
+        if capture:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(warm_up):
+                    fn(self.state)
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._run()
+
+    def __call__(self) -> Tree:
+        """One iteration. Returns its metrics: copy them before the next call overwrites them."""
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+        return self.metrics
+
+    def load(self, state: Tree) -> None:
+        """Sets the state, in place."""
+        pytree.tree_map(lambda a, b: a.copy_(b), self.state, state)
+
+    def _run(self) -> None:
+        state, self.metrics = self._fn(self.state)
+        self.load(state)

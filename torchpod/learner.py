@@ -1,0 +1,309 @@
+"""The learner: epochs of minibatches over one trajectory, for any agent. Read agent.py first.
+
+`update(state, trajectory, keys)` is pure: it returns a new state. It is built of four functions that are compiled
+apart (`_prepare`, `_deal`, `_gradient`, `_apply`), with plain Python between them, so that a large batch costs no
+compile time and a captured graph holds them all. Between them go the two sums over ranks: the moments of an epoch's
+minibatches, and one flat gradient per optimizer step.
+"""
+
+import math
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, Variables, bind
+from torchpod.compile import Compiler, span
+from torchpod.distributed import Ranks
+from torchpod.types import Batch, Trajectory
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """How an agent is optimised. Defaults are those of PPO on classic control in purejaxrl and CleanRL."""
+
+    num_epochs: int = 4
+    num_minibatches: int = 4
+    learning_rate: float | dict[str, float] = 2.5e-4
+    """Of Adam (Kingma and Ba 2015); or one per optimizer group."""
+    anneal_learning_rate: bool = True
+    """Linearly to 0 over the iterations of the run."""
+    max_grad_norm: float = 0.5
+    """Global-norm clip, per optimizer group."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-5
+    chunk_rows: int | None = None
+    """Rows per gradient call: a minibatch is summed up chunk by chunk so that activations stay in cache. None: 2048
+    on CPU, all of them on CUDA."""
+
+
+class LearnerState(NamedTuple):
+    """Everything that learning changes. Leaves have a leading P axis in a population."""
+
+    params: Variables
+    buffers: Variables
+    """Hyperparameters (float32 scalars) and statistics of the agent."""
+    targets: Variables
+    """Target parameters; empty if the agent has none."""
+    mu: Variables
+    nu: Variables
+    """First and second moments of Adam."""
+    learning_rate: dict[str, Tensor]
+    """Per optimizer group, before annealing."""
+    num_steps: Tensor
+    """int64 scalar, optimizer steps taken."""
+    healthy: Tensor
+    """bool scalar. A gradient that is not finite latches it to False and turns later updates into no-ops."""
+
+
+class Learner:
+    """Updates an agent from trajectories.
+
+    Args:
+      agent: what to train; only its methods are used, its parameters live in `LearnerState`.
+      config: see `LearnerConfig`.
+      num_iterations: iterations of the whole run, for annealing.
+      compiler: how to compile (and vmap) the parts.
+      ranks: over whom to sum.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: LearnerConfig,
+        *,
+        num_iterations: int,
+        compiler: Compiler | None = None,
+        ranks: Ranks = Ranks(),
+    ) -> None:
+        self.agent, self.config, self.ranks = agent, config, ranks
+        self.num_iterations = num_iterations
+        self._groups = _resolve_groups(agent)
+        compiler = compiler or Compiler(enabled=False)
+        self._axis = 0 if compiler.population == 1 else 1  # where the axes of one member begin
+        self._prepare = compiler(self._prepare_one)
+        self._deal = compiler(self._deal_one)
+        self._standardise = compiler(self._standardise_one)
+        self._gradient = compiler(self._gradient_one)
+        self._apply = compiler(self._apply_one)
+        self._gradient_eager = self._gradient_first if self._axis == 0 else torch.vmap(self._gradient_first)
+        self._zeros: Tensor | None = None
+        self._metric_names: tuple[str, ...] = ()
+
+    def init(self, params: Variables, buffers: Variables) -> LearnerState:
+        """The state before the first update, of one member."""
+        device = next(iter(params.values())).device
+        rates = self.config.learning_rate
+        rates = rates if isinstance(rates, dict) else dict.fromkeys(self._groups, rates)
+        if set(rates) != set(self._groups):
+            raise ValueError(
+                f"learning_rate has entries {sorted(rates)}, the agent has optimizer groups {sorted(self._groups)}."
+            )
+        return LearnerState(
+            params=params,
+            buffers=buffers,
+            targets={k: v.clone() for k, v in params.items()} if self.agent.target_rate is not None else {},
+            mu={k: torch.zeros_like(v) for k, v in params.items()},
+            nu={k: torch.zeros_like(v) for k, v in params.items()},
+            learning_rate={k: torch.tensor(float(v), device=device) for k, v in rates.items()},
+            num_steps=torch.zeros((), dtype=torch.int64, device=device),
+            healthy=torch.ones((), dtype=torch.bool, device=device),
+        )
+
+    def update(self, state: LearnerState, trajectory: Trajectory, keys: Tensor) -> tuple[LearnerState, dict]:
+        """All epochs and minibatches over one trajectory.
+
+        Args:
+          state: from `init` or the last `update`.
+          trajectory: T steps of this rank's B environments.
+          keys: `[B, 3]`, one key per environment, with `num_epochs + 1` fresh counters.
+
+        Returns:
+          The next state, and metrics: scalars, means over the minibatches and ranks.
+        """
+        batch = self._prepare(state.params, state.buffers, trajectory, keys)
+        totals = []
+        for epoch in range(self.config.num_epochs):
+            epoch_keys = random.advance(keys, epoch + 1)
+            minibatches, moments = self._deal(batch, epoch_keys)
+            minibatches = self._standardise(minibatches, self.ranks.sum(moments))
+            loss_keys = epoch_keys[..., 0, :]
+            for i in range(self.config.num_minibatches):
+                minibatch = pytree.tree_map(lambda x, i=i: x.select(self._axis, i), minibatches)
+                with span("gradient"):
+                    total = self._sum_gradient(state, minibatch, loss_keys)
+                self.ranks.sum(total)
+                with span("apply"):
+                    state, metrics = self._apply(state, total)
+                totals.append(metrics)
+        return state, pytree.tree_map(lambda *xs: torch.stack(xs, -1).mean(-1), *totals)
+
+    def _sum_gradient(self, state: LearnerState, minibatch: Batch, keys: Tensor) -> Tensor:
+        """Gradient and metrics of one minibatch in one flat vector, chunk by chunk."""
+        axis = self._axis + (1 if self.agent.recurrent else 0)  # rows, or environments
+        weight = minibatch.steps["weight"]
+        rows = weight.shape[axis]
+        num_chunks = self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
+        size = rows // num_chunks
+        total = self._zeros
+        for c in range(num_chunks):
+            chunk = Batch(
+                pytree.tree_map(lambda x, c=c: x.narrow(axis, c * size, size), minibatch.steps),
+                pytree.tree_map(lambda x, c=c: x.narrow(self._axis, c * size, size), minibatch.actor_state),
+            )
+            args = (state.params, state.buffers, state.targets, chunk, keys)
+            if total is None:  # the size of the flat vector is known after one call
+                total = self._zeros = torch.zeros_like(self._gradient_eager(*args))
+            total = self._gradient(*args, total)
+        return total
+
+    def _num_chunks(self, total_rows: int, splittable: int, device: str) -> int:
+        """The smallest divisor of `splittable` that brings the rows of a chunk down to `chunk_rows`."""
+        limit = self.config.chunk_rows or (2048 if device == "cpu" else total_rows)
+        wanted = math.ceil(total_rows / limit)
+        return next(n for n in range(min(wanted, splittable), splittable + 1) if splittable % n == 0)
+
+    # The functions below see one member of the population, and are compiled.
+
+    def _prepare_one(self, params: Variables, buffers: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
+        return bind(self.agent, params | buffers).prepare(trajectory, keys)
+
+    def _deal_one(self, batch: Batch, keys: Tensor) -> tuple[Batch, Tensor]:
+        """Shuffles rows into minibatches `[M, ...]`, and takes their moments `[M, 1 + 2 * S]`.
+
+        Rows are dealt like cards: out of every M that lie together (in the shuffled time of one environment, or side
+        by side in M environments) each minibatch gets one. The deal depends only on the environments' own keys, so
+        that K ranks, without talking, form the same minibatches as one.
+        """
+        m = self.config.num_minibatches
+        length, size = batch.steps["weight"].shape
+        if self.agent.recurrent or length % m:
+            if size % m:
+                raise ValueError(
+                    f"num_envs={size} per rank cannot be dealt to num_minibatches={m}; use a multiple of {m}."
+                )
+            # order[g, i]: which of the M environments of group g goes to minibatch i
+            order = random.bits(keys, 1).reshape(size // m, m).argsort(1)
+            index = (torch.arange(size // m, device=keys.device)[:, None] * m + order).T.flatten()  # [M * B/M]
+
+            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, T, B/M, ...]
+                return x[:, index].reshape(length, m, size // m, *x.shape[2:]).movedim(1, 0)
+        else:
+            order = random.permutation(keys, length).T  # [T, B]
+            envs = torch.arange(size, device=keys.device)
+
+            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, T/M, B, ...]
+                return x[order, envs].reshape(m, length // m, size, *x.shape[2:])
+
+        steps = pytree.tree_map(deal, batch.steps)
+        if self.agent.recurrent:
+            actor_state = pytree.tree_map(
+                lambda x: x[index].reshape(m, size // m, *x.shape[1:]), batch.actor_state
+            )
+        else:
+            steps, actor_state = pytree.tree_map(lambda x: x.flatten(1, 2), steps), ()
+        weight = steps["weight"].double()
+        dims = tuple(range(1, weight.ndim))
+        columns = [weight.sum(dims)]
+        for name in self.agent.standardise:
+            x = steps[name].double()
+            columns += [(weight * x).sum(dims), (weight * x * x).sum(dims)]
+        return Batch(steps, actor_state), torch.stack(columns, 1)
+
+    def _standardise_one(self, minibatches: Batch, moments: Tensor) -> Batch:
+        """Weights that sum to 1, and columns of mean 0 and std 1, per minibatch over all ranks."""
+        steps = dict(minibatches.steps)
+
+        def column(i: int) -> Tensor:
+            return moments[:, i].reshape(-1, *[1] * (steps["weight"].ndim - 1))
+
+        count = column(0).clamp(min=1.0)
+        steps["weight"] = (steps["weight"] / count).float()
+        for i, name in enumerate(self.agent.standardise):
+            mean = column(2 * i + 1) / count
+            variance = (column(2 * i + 2) / count - mean * mean).clamp(min=0.0)
+            steps[name] = ((steps[name] - mean) / (variance.sqrt() + 1e-8)).float()
+        return minibatches._replace(steps=steps)
+
+    def _gradient_one(
+        self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor, total: Tensor
+    ) -> Tensor:
+        """Adds this chunk's gradients and metrics to `total`, one flat vector."""
+        return total + torch.cat(self._gradient_pieces(params, buffers, targets, batch, keys)[0])
+
+    def _gradient_first(self, *args: Any) -> Tensor:
+        """As `_gradient_one` without a total; it learns the names of the metrics."""
+        flat, self._metric_names = self._gradient_pieces(*args)
+        return torch.cat(flat)
+
+    def _gradient_pieces(
+        self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor
+    ) -> tuple[list[Tensor], tuple[str, ...]]:
+        gradients: Variables = {}
+        metrics: dict[str, Tensor] = {}
+        for group, names in self._groups.items():
+
+            def loss_of(own: Variables, group: str = group) -> tuple[Tensor, dict[str, Tensor]]:
+                target = bind(self.agent, targets | buffers) if targets else None
+                out = bind(self.agent, params | own | buffers).loss(batch, keys, target)
+                loss = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
+                if set(loss) != set(self._groups):
+                    raise ValueError(f"loss has names {sorted(loss)}, optimizer_groups() {sorted(self._groups)}.")
+                return loss[group], {**out.metrics, **loss}
+
+            own, metrics = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
+            gradients |= own
+        flat = [gradients[name].flatten() for name in params]
+        return [*flat, *(m.detach().reshape(1) for m in metrics.values())], tuple(metrics)
+
+    def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, dict[str, Tensor]]:
+        """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
+        c, grads, offset = self.config, {}, 0
+        for name, value in state.params.items():
+            grads[name] = flat[offset : offset + value.numel()].view_as(value)
+            offset += value.numel()
+        metrics = {name: flat[offset + i] for i, name in enumerate(self._metric_names)}
+        healthy = state.healthy & flat.isfinite().all()
+        step = state.num_steps + 1
+        per_iteration = c.num_epochs * c.num_minibatches
+        done = torch.div(state.num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
+        remaining = (1.0 - done).clamp(min=0.0) if c.anneal_learning_rate else torch.ones_like(done)
+        correct1, correct2 = 1 - c.beta1**step, 1 - c.beta2**step
+        params, mu, nu = dict(state.params), dict(state.mu), dict(state.nu)
+        for group, names in self._groups.items():
+            norm = torch.stack([grads[k].square().sum() for k in names]).sum().sqrt()
+            scale = (c.max_grad_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
+            rate = state.learning_rate[group] * remaining
+            metrics["grad_norm" if len(self._groups) == 1 else f"grad_norm/{group}"] = norm
+            for k in names:
+                g = grads[k] * scale
+                mu[k] = torch.lerp(g, state.mu[k], c.beta1)
+                nu[k] = torch.lerp(g * g, state.nu[k], c.beta2)
+                # 1e-30 keeps the square root differentiable at 0, for gradients through updates
+                denominator = (nu[k] / correct2 + 1e-30).sqrt() + c.epsilon
+                params[k] = state.params[k] - rate * (mu[k] / correct1) / denominator
+        targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}
+        new = state._replace(params=params, mu=mu, nu=nu, targets=targets, num_steps=step)
+        kept = pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, state)
+        return kept._replace(healthy=healthy), metrics
+
+
+def _resolve_groups(agent: Agent) -> dict[str, list[str]]:
+    """Parameter names per optimizer group; each parameter belongs to exactly one."""
+    groups: dict[str, list[str]] = {group: [] for group in agent.optimizer_groups()}
+    for name, _ in agent.named_parameters():
+        owners = [g for g, prefixes in agent.optimizer_groups().items() if name.startswith(tuple(prefixes))]
+        if len(owners) != 1:
+            raise ValueError(
+                f"parameter {name} belongs to optimizer groups {owners}; optimizer_groups() must put every parameter "
+                "in exactly one."
+            )
+        groups[owners[0]].append(name)
+    return groups
+
+

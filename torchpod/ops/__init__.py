@@ -1,0 +1,1 @@
+"""Pure functions on tensors: returns, distributions, scans. They import torch alone."""

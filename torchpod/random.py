@@ -1,0 +1,136 @@
+"""Keyed, counter-based randomness: a draw is a function of (key, counter, lane), and of nothing else.
+
+The same draws come out in any thread order, on one rank or many, interrupted or not, and a resume needs no generator
+state. The bits are Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
+(https://doi.org/10.1145/2063384.2063405), written as tensor operations so that it compiles, captures and vmaps.
+
+A key is an int64 tensor `[..., 3]` = (word, word, counter), every entry in [0, 2^32). Loops set the counter to the
+step number with `at`; inside one step draw ONE block of words and cut it up: a second block costs compile time.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+# Philox multiplies 32-bit words into 64 bits, which overflows int64 (undefined in C++). With M = 2^32 - M' and
+# M' < 2^30, x * M = x * 2^32 - x * M' needs only x * M' < 2^62.
+_NEG_M0, _NEG_M1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_DRAW, _FOLD = 0, 1
+
+
+def _philox(key: Tensor, lane: Tensor, counter: Tensor, purpose: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 of counter words (lane, counter, 0, purpose): four tensors of the broadcast shape."""
+    k0, k1 = key[..., 0:1], key[..., 1:2]
+    c0, c1 = lane, counter
+    c2, c3 = torch.zeros_like(lane), torch.full_like(lane, purpose)
+    for i in range(10):
+        p0, p1 = c0 * _NEG_M0, c2 * _NEG_M1
+        hi0, hi1 = c0 + (p0 >> 32), c2 + (p1 >> 32)
+        key0, key1 = (k0 + (_WEYL_0 * i & _MASK)) & _MASK, (k1 + (_WEYL_1 * i & _MASK)) & _MASK
+        c0, c1, c2, c3 = hi1 ^ c1 ^ key0, p1 & _MASK, hi0 ^ c3 ^ key1, p0 & _MASK
+    return c0, c1, c2, c3
+
+
+def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """The key `[3]` of a seed in [0, 2^64)."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed} is out of range; use an integer in [0, 2^64).")
+    return torch.tensor([seed & _MASK, seed >> 32, 0], dtype=torch.int64, device=device)
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """A new, unrelated key for each integer of `data`.
+
+    Args:
+      key: `[..., 3]`.
+      data: int, or int64 `[...]` that broadcasts with `key[..., 0]`; entries in [0, 2^32).
+
+    Returns:
+      `[..., 3]`, with counter 0.
+    """
+    lane = torch.as_tensor(data, dtype=torch.int64, device=key.device)[..., None]
+    w0, w1, _, _ = _philox(key, lane, key[..., 2:3], _FOLD)
+    return torch.cat([w0, w1, torch.zeros_like(w0)], -1)
+
+
+def split(key: Tensor, num: int, offset: int = 0) -> Tensor:
+    """Keys `[num, 3]` of children `offset ... offset + num - 1` of one key `[3]`."""
+    return fold_in(key, torch.arange(offset, offset + num, device=key.device))
+
+
+def at(key: Tensor, counter: int | Tensor) -> Tensor:
+    """The key with its counter set; `counter` broadcasts from the left. Free, unlike `fold_in`.
+
+    Args:
+      key: `[..., 3]`.
+      counter: int, or int64 with the leading axes of `key` (a scalar: the same for all).
+    """
+    counter = torch.as_tensor(counter, dtype=torch.int64, device=key.device) & _MASK
+    counter = counter.reshape(*counter.shape, *[1] * (key.ndim - 1 - counter.ndim)).expand(key.shape[:-1])
+    return torch.cat([key[..., :2], counter[..., None]], -1)
+
+
+def advance(key: Tensor, num: int) -> Tensor:
+    """The key with `num` added to its counter."""
+    return at(key, key[..., 2] + num)
+
+
+def bits(key: Tensor, num: int) -> Tensor:
+    """`num` random words per key: int64 `[..., num]` in [0, 2^32)."""
+    lanes = torch.arange((num + 3) // 4, device=key.device)
+    lanes = lanes.expand(*key.shape[:-1], -1)
+    return torch.stack(_philox(key, lanes, key[..., 2:3], _DRAW), -1).flatten(-2)[..., :num]
+
+
+def to_uniform(words: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Words to float32 uniforms in [low, high): 23 random bits, so 1.0 is never drawn from [0, 1)."""
+    return (words >> 9).to(torch.float32) * (2.0**-23 * (high - low)) + low
+
+
+def to_normal(words: Tensor) -> Tensor:
+    """An even number of words `[..., 2n]` to float32 standard normals `[..., 2n]`, by Box and Muller 1958."""
+    first, second = ((words >> 9).to(torch.float32) + 0.5).mul(2.0**-23).chunk(2, -1)
+    radius, angle = (-2.0 * first.log()).sqrt(), (2.0 * math.pi) * second
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
+
+
+def to_integer(words: Tensor, num: int | Tensor) -> Tensor:
+    """Words to int64 in [0, num); the bias, at most `num` / 2^32, is not removed."""
+    return (words * num) >> 32
+
+
+def uniform(key: Tensor, num: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """float32 `[..., num]` in [low, high)."""
+    return to_uniform(bits(key, num), low, high)
+
+
+def normal(key: Tensor, num: int) -> Tensor:
+    """float32 standard normals `[..., num]`."""
+    return to_normal(bits(key, num + num % 2))[..., :num]
+
+
+def categorical(key: Tensor, logits: Tensor) -> Tensor:
+    """One index per row, int64 `[...]`, with probability softmax(logits); by inversion of one uniform.
+
+    Args:
+      key: `[..., 3]`.
+      logits: `[..., A]`; -inf marks what must never be drawn.
+    """
+    probs = logits.softmax(-1)
+    num = probs.shape[-1]
+    if num <= 32:  # fuses into one kernel; a cumsum does not
+        lower = torch.ones(num, num, dtype=probs.dtype, device=probs.device).tril()
+        cdf = (probs.unsqueeze(-2) * lower).sum(-1)
+    else:
+        cdf = probs.cumsum(-1)
+    # Scaled by the total: rounding may leave it below 1, and then the last index would win even with probability 0.
+    threshold = uniform(key, 1) * cdf[..., -1:]
+    return (threshold >= cdf[..., :-1]).sum(-1)
+
+
+def permutation(key: Tensor, num: int) -> Tensor:
+    """A random permutation of `num` items per key: int64 `[..., num]`."""
+    return bits(key, num).argsort(-1)

@@ -1,0 +1,87 @@
+"""The one agent-environment loop. Anakin calls it with a compiled step, Sebulba's actors with a host step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, Variables, bind
+from torchpod.compile import span
+from torchpod.env import Env
+from torchpod.types import ActorOutput, Carry, Trajectory, Tree
+
+Step = Callable[[Variables, Carry, Tensor, Tensor], tuple[Carry, ActorOutput]]
+"""(variables, carry, env_keys `[B, 3]`, actor_keys `[B, 3]`) -> (carry, output)."""
+
+
+def start(agent: Agent, env: Env, env_keys: Tensor) -> Carry:
+    """Resets every environment.
+
+    Args:
+      agent: gives the initial recurrent state.
+      env: the environment.
+      env_keys: `[B, 3]`, the key that each environment owns for its whole life.
+    """
+    step = torch.zeros((), dtype=torch.int64, device=env_keys.device)
+    env_state, timestep = env.init(random.at(env_keys, step))
+    actor_state = pytree.tree_map(lambda x: x.to(env_keys.device), agent.initial_state(env_keys.shape[0]))
+    return Carry(env_state, timestep, actor_state, step)
+
+
+def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
+    """One act and one environment step, as a function to compile (tensor environments) or to call (any)."""
+
+    def step(variables: Variables, carry: Carry, env_keys: Tensor, actor_keys: Tensor) -> tuple[Carry, ActorOutput]:
+        count = carry.step + 1
+        with span("act"):
+            output, actor_state = bind(agent, variables).act(
+                carry.timestep, carry.actor_state, random.at(actor_keys, count), explore
+            )
+        with span("env_step"):
+            env_state, timestep = env.step(carry.env_state, output.action, random.at(env_keys, count))
+        return Carry(env_state, timestep, actor_state, count), output
+
+    return step
+
+
+def unroll(
+    step: Step,
+    variables: Variables,
+    carry: Carry,
+    env_keys: Tensor,
+    actor_keys: Tensor,
+    *,
+    length: int,
+    grad: bool = False,
+    time_axis: int = 0,
+) -> tuple[Carry, Trajectory]:
+    """Lets an agent act for `length` steps.
+
+    Args:
+      step: from `make_step`, compiled or not.
+      variables: parameters and buffers of the agent.
+      carry: where the environments stand.
+      env_keys: `[B, 3]`.
+      actor_keys: `[B, 3]`.
+      length: T, number of steps.
+      grad: keep the graph, so that gradients flow through actions, environment and rewards. Needs the trait
+        `differentiable`.
+      time_axis: where the T axis goes; 1 behind the P axis of a population.
+
+    Returns:
+      The carry after the last step, and the trajectory: `timestep [T + 1, B, ...]`, `output [T, B, ...]`.
+    """
+    timesteps, outputs, actor_state = [carry.timestep], [], carry.actor_state
+    with torch.set_grad_enabled(grad):
+        for _ in range(length):
+            carry, output = step(variables, carry, env_keys, actor_keys)
+            timesteps.append(carry.timestep)
+            outputs.append(output)
+        stacked = _stack(timesteps, time_axis), _stack(outputs, time_axis)
+    return carry, Trajectory(*stacked, actor_state, carry.actor_state)
+
+
+def _stack(trees: list[Tree], axis: int) -> Tree:
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves, axis), *trees)

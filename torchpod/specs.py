@@ -1,0 +1,78 @@
+"""Shapes and ranges of what environments emit and accept, without the batch axis."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SpecTree = Any
+"""A spec, or nested dicts of specs."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor of any value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Box:
+    """A float tensor within `[low, high]`, elementwise."""
+
+    shape: tuple[int, ...]
+    low: float = -float("inf")
+    high: float = float("inf")
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """An integer in `{0, ..., num_values - 1}`."""
+
+    num_values: int
+    dtype: torch.dtype = torch.int64
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Always a scalar."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an environment can do; the loops choose their path by it.
+
+    A tensor environment has all four; one that calls a foreign kernel has some; a host environment none.
+    """
+
+    pure: bool = True
+    """`step` is a function of its arguments: same in, same out."""
+    capturable: bool = True
+    """`step` can be compiled and captured in a CUDA graph."""
+    differentiable: bool = False
+    """Gradients flow from reward and observation to action and state."""
+    vmappable: bool = True
+    """`torch.vmap` over populations works."""
+
+
+HOST = Traits(pure=False, capturable=False, differentiable=False, vmappable=False)
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """Everything a loop or an agent must know before the first step."""
+
+    name: str
+    observation: SpecTree
+    action: SpecTree
+    max_episode_steps: int | None = None
+    """Episodes are truncated after this many steps; None for never."""
+    groups: dict[str, int] | None = None
+    """Number of agents per group, `{group: N}`; None for one agent without an N axis."""
+
+
+def shape_of(spec: SpecTree) -> Any:
+    """The shape, or dict of shapes, of a spec tree."""
+    return {k: shape_of(v) for k, v in spec.items()} if isinstance(spec, dict) else spec.shape

@@ -1,0 +1,96 @@
+"""The data that flows through every loop. Read this file first.
+
+Axes have one letter everywhere: T time, B environment, N agent, A action, P population member. A *tree* is a tensor
+or any nesting of tuples, lists and dicts of tensors; with several kinds of agents (`groups`) observation, action,
+reward and discount are dicts keyed by group name whose leaves are `[B, N_group, ...]`.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Tree = Any
+"""A tensor, or any nesting of tuples, lists and dicts of tensors."""
+
+FIRST, MID, LAST = 0, 1, 2
+"""Step types, as in dm_env (https://github.com/google-deepmind/dm_env)."""
+
+
+class TimeStep(NamedTuple):
+    """What a batch of environments returns, one row per environment.
+
+    Termination is `LAST` with discount 0, truncation is `LAST` with discount 1. The step after `LAST` ignores the
+    action and returns `FIRST` of the next episode ("next-step auto-reset"), so that the true final observation is
+    never lost and no observation is stored twice.
+    """
+
+    step_type: Tensor
+    """`[B]` int32, one of `FIRST`, `MID`, `LAST`."""
+    reward: Tree
+    """`[B]` float32 (`[B, N]` per group), reward of the transition that led here; 0 at `FIRST`."""
+    discount: Tree
+    """`[B]` float32 (`[B, N]` per group), 0 where the transition terminated, else 1. Gamma is the agent's affair."""
+    observation: Tree
+    """`[B, ...]`. A dict may hold an `action_mask` `[B, A]` bool (True = allowed)."""
+    extras: dict[str, Tree]
+    """A fixed dict, at least `raw_reward` `[B]` (before clipping) and `game_over` `[B]` bool (before episodic life)."""
+
+
+class ActorOutput(NamedTuple):
+    """What an agent decides in one step."""
+
+    action: Tree
+    """`[B]` int64 for discrete actions, `[B, A]` float32 for continuous ones."""
+    extras: dict[str, Tree]
+    """A fixed dict of what the update will need: `action_log_prob` `[B]`, `state_value` `[B]`, ..."""
+
+
+class Trajectory(NamedTuple):
+    """T steps of experience.
+
+    `output[t]` was computed from `timestep[t]`; its action led to `timestep[t + 1]`, which carries its reward. Rows
+    with `timestep.step_type[t] == LAST` are resets, no transitions: learners mask them.
+    """
+
+    timestep: TimeStep
+    """`[T + 1, B, ...]`."""
+    output: ActorOutput
+    """`[T, B, ...]`."""
+    actor_state: Tree
+    """`[B, ...]`, the recurrent state before step 0."""
+    last_actor_state: Tree
+    """`[B, ...]`, the recurrent state after step T - 1: with `timestep[T]` it gives the bootstrap value."""
+
+
+class Batch(NamedTuple):
+    """What `Agent.prepare` makes of a trajectory, and, cut into minibatches, what `Agent.loss` gets.
+
+    `steps["weight"]` says how much each row counts; 0 for resets. The learner rescales it so that the weights of one
+    minibatch sum to 1 over all rows, chunks and ranks: a loss is therefore a *weighted sum* over rows.
+    """
+
+    steps: dict[str, Tree]
+    """`[T, B, ...]` from `prepare`. In `loss`: `[R, ...]`, or `[T, B', ...]` for recurrent agents."""
+    actor_state: Tree = ()
+    """`[B, ...]`, the recurrent state before step 0; empty for feed-forward agents."""
+
+
+class LossOutput(NamedTuple):
+    """What `Agent.loss` returns."""
+
+    loss: Tensor | dict[str, Tensor]
+    """Scalar, or one scalar per name of `Agent.optimizer_groups()`."""
+    metrics: dict[str, Tensor]
+    """Weighted sums, like the loss, hence means over the minibatch."""
+    priority: Tensor | None = None
+    """`[R]`, new priorities for prioritised replay."""
+
+
+class Carry(NamedTuple):
+    """What a loop owns between two steps."""
+
+    env_state: Tree
+    timestep: TimeStep
+    actor_state: Tree
+    step: Tensor
+    """int64 scalar: steps since the start. With a key it names every random draw (see `random`)."""
