@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.env import TensorEnv
+from torchpod.envs.arguments import at_least
 from torchpod.specs import Array, Discrete, EnvSpec, Traits
 
 GRAVITY = 9.8
@@ -25,12 +26,14 @@ X_LIMIT = 2.4
 class CartPole(TensorEnv):
     """Reward 1 for every step; terminates when the pole leans past 12 degrees or the cart leaves +-2.4.
 
-    Observation `[B, 4]`: position (m), velocity (m/s), angle (rad), angular velocity (rad/s). Actions: 0 left, 1 right.
+    Observation `[B, 4]`: position (m), velocity (m/s), angle (rad), angular velocity (rad/s). Actions: 0
+    left, 1 right.
     """
 
     traits = Traits(differentiable=False)
 
     def __init__(self, max_episode_steps: int = 500) -> None:
+        at_least(1, max_episode_steps=max_episode_steps)
         self.spec = EnvSpec("cartpole", Array((4,)), Discrete(2), max_episode_steps)
 
     def reset(self, keys: Tensor) -> Tensor:

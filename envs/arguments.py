@@ -1,0 +1,8 @@
+"""Checks of constructor arguments that the environments share."""
+
+
+def at_least(minimum: int, **arguments: int) -> None:
+    """Raises a ValueError that names the first argument that is no integer or below `minimum`."""
+    for name, value in arguments.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{name}={value!r} is wrong; use an integer of at least {minimum}.")
