@@ -1,4 +1,13 @@
-"""Agents, one file each. MAKERS maps a name to the class that makes it."""
+"""Agents, one file each. `MAKERS` names them for `algo=NAME`."""
 
 if __name__ == "algos":
     raise ImportError("import torchpod.algos, not algos")
+
+from torchpod.algos.a2c import A2C, A2CConfig
+from torchpod.algos.ppo import PPO, PPOConfig
+
+MAKERS = {
+    "a2c": (A2C, A2CConfig),
+    "ppo": (PPO, PPOConfig),
+}
+"""Name to (agent class, config dataclass); an agent is built as `Agent(env.spec, config)`."""

@@ -56,8 +56,9 @@ class Report(NamedTuple):
     metrics: dict[str, Tensor]
     """Means over the iterations of the call, on CPU: scalars, or `[P]` in a population."""
     wall_s: float
+    """Of the call, without compilation."""
     compile_s: float
-    """Of `wall_s`, what the first call spent on compilation and capture; else 0."""
+    """Spent on compilation, warm-up and capture before the first call; 0 in later reports."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -189,20 +190,22 @@ def train(
         the start of the iteration that failed.
     """
     until = anakin.num_iterations if until is None else until
-    iteration, first_call, began = int(state.iteration.flatten()[0]), True, time.perf_counter()
+    iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
     replay = Replay(anakin.iterate, state, capture=anakin.device.type == "cuda")
+    compile_s = time.perf_counter() - began
     while iteration < until:
-        count = 1 if first_call else min(iterations_per_call, until - iteration)
+        began = time.perf_counter()
+        # Calls end at multiples of iterations_per_call, so that a resumed run reports the same rows.
+        count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
         before = pytree.tree_map(torch.clone, replay.state)
         history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
         metrics = _fetch(history)
         if not replay.state.learner.healthy.any():
             raise _find_failure(anakin, before, count)
         iteration += count
-        wall_s, began = time.perf_counter() - began, time.perf_counter()
         env_steps = int(replay.state.env_steps.flatten()[0])
-        yield Report(iteration, env_steps, metrics, wall_s, wall_s if first_call else 0.0), replay
-        first_call, began = False, time.perf_counter()
+        yield Report(iteration, env_steps, metrics, time.perf_counter() - began, compile_s), replay
+        compile_s = 0.0
 
 
 def _fetch(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -18,27 +18,28 @@ class Replay:
     """See the module.
 
     Args:
-      fn: pure; same shapes out as in. It must be warm (compiled) before it is captured: `warm_up` calls do that.
+      fn: pure; same shapes out as in.
       state: where to start; copied.
       capture: use a CUDA graph.
-      warm_up: calls before the capture, whose results are thrown away.
     """
 
-    def __init__(self, fn: Callable[[Tree], tuple[Tree, Tree]], state: Tree, *, capture: bool, warm_up: int = 2) -> None:
+    def __init__(self, fn: Callable[[Tree], tuple[Tree, Tree]], state: Tree, *, capture: bool) -> None:
         self._fn = fn
         self.state = pytree.tree_map(torch.clone, state)
         self.metrics: Tree = None
         self._graph: Any = None
-        if capture:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(warm_up):
-                    fn(self.state)
-            torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._run()
+        if not capture:
+            fn(self.state)  # compiles; fn is pure, so that nothing but time is lost
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
+                fn(self.state)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._run()
 
     def __call__(self) -> Tree:
         """One iteration. Returns its metrics: copy them before the next call overwrites them."""

@@ -1,0 +1,323 @@
+"""Configuration: Hydra composes YAML and overrides, `load` checks the result and turns it into frozen dataclasses.
+
+Every key, value and choice that does not exist is refused with the nearest names that do.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchpod import algos, configs, envs
+from torchpod.agent import Agent
+from torchpod.env import Env
+from torchpod.learner import LearnerConfig
+from torchpod.specs import EnvSpec
+
+GROUPS = ("algo", "env", "loop", "logger", "experiment")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and says how to repair it."""
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """Which agent, and how it learns."""
+
+    name: str
+    unroll_length: int
+    agent: dict[str, Any]
+    """Fields of the agent's own config dataclass."""
+    learner: LearnerConfig
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Which loop."""
+
+    name: str
+    iterations_per_call: int | None = None
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Where metrics go, beside metrics.jsonl."""
+
+    console: bool = True
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written."""
+
+    interval_s: float = 60.0
+    keep: int = 3
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How the final policy is judged."""
+
+    episodes: int = 100
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run; see configs/train.yaml."""
+
+    algo: AlgoConfig
+    env: dict[str, Any]
+    """`name`, and the arguments of the environment's constructor."""
+    loop: LoopConfig
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    seed: int = 0
+    total_env_steps: int = 500_000
+    num_envs: int = 64
+    device: str = "cpu"
+    compile: bool = True
+    population: int = 1
+    members: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    run_dir: str | None = None
+    resume: str | None = None
+    experiment_name: str | None = None
+
+    @property
+    def experiment(self) -> str:
+        """The folder below runs/ that this run belongs to."""
+        return self.experiment_name or f"{self.algo.name}_{Path(self.env['name']).stem.split(':')[0]}"
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the whole run: `total_env_steps`, rounded up to whole iterations."""
+        return -(-self.total_env_steps // (self.num_envs * self.algo.unroll_length))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts, as in config.yaml."""
+        return _plain(dataclasses.asdict(self))
+
+    def hash(self) -> str:
+        """Twelve hex digits that name what was trained: every setting but the folder and the seed."""
+        settings = {k: v for k, v in self.to_dict().items() if k not in ("run_dir", "resume", "seed", "logger")}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def load(overrides: Sequence[str] = ()) -> TrainConfig:
+    """Composes configs/train.yaml with overrides in Hydra's grammar.
+
+    Raises:
+      ConfigError: for anything that does not exist or does not fit.
+    """
+    overrides = [_custom(item) for item in overrides]
+    custom = {group: value for group, value in (c for c in overrides if isinstance(c, tuple))}
+    plain = [c if isinstance(c, str) else f"{c[0]}=custom" for c in overrides]
+    _register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("torchpod.configs", version_base="1.3"):
+        base = _keys(OmegaConf.to_container(compose("train", [o for o in plain if _key(o) in GROUPS and _known(o)])))
+        for override in plain:
+            _check_override(override, base)
+        try:
+            composed = compose("train", plain)
+            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
+    assert isinstance(values, dict)
+    for group, name in custom.items():
+        values[group] = {**values[group], "name": name}
+    return from_dict(typing.cast(dict[str, Any], values))
+
+
+def from_dict(values: Mapping[str, Any]) -> TrainConfig:
+    """A checked config from nested dicts, e.g. of a config.yaml.
+
+    Raises:
+      ConfigError: for a value of the wrong type or out of range.
+    """
+    config = _build(TrainConfig, values, "")
+    for name in ("total_env_steps", "num_envs", "population"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at least 1.")
+    if config.algo.unroll_length < 1:
+        raise ConfigError(f"algo.unroll_length={config.algo.unroll_length} must be at least 1.")
+    learner = config.algo.learner
+    for name in ("num_epochs", "num_minibatches"):
+        if getattr(learner, name) < 1:
+            raise ConfigError(f"algo.learner.{name}={getattr(learner, name)} must be at least 1.")
+    if config.loop.name != "anakin":
+        raise ConfigError(f"loop={config.loop.name} is not known; use loop=anakin.")
+    for name, column in config.members.items():
+        if not isinstance(column, list) or len(column) != config.population:
+            raise ConfigError(f"members.{name}={column} must be a list of population={config.population} numbers.")
+    return config
+
+
+def make_env(config: Mapping[str, Any] | str) -> Env:
+    """Builds an environment: `make_env("cartpole")`, `make_env({"name": "path/to/my_env.py:MyEnv", ...})`."""
+    config = {"name": config} if isinstance(config, str) else config
+    arguments = {k: v for k, v in config.items() if k != "name"}
+    maker = _find(config["name"], envs.MAKERS, "env")
+    _check_arguments(maker, arguments, f"env={config['name']}")
+    return maker(**arguments)
+
+
+def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
+    """A function that builds the agent of an algorithm for an environment."""
+    agent_class, config_class = _find(config.name, algos.MAKERS, "algo")
+    agent_config = _build(config_class, config.agent, "algo.agent.")
+    return lambda: agent_class(spec, agent_config)
+
+
+def choices(group: str) -> list[str]:
+    """Names in a config group: what `GROUP=NAME` accepts."""
+    folder = Path(configs.__path__[0]) / group
+    return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "custom")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint: the names most like `name`, or all of them if few."""
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, 3, 0.5)
+    return "did you mean " + " or ".join(close) + "?" if close else "known: " + ", ".join(names[:30]) + "."
+
+
+def _register() -> None:
+    store = ConfigStore.instance()
+    for name, (_, config_class) in algos.MAKERS.items():
+        node = {
+            "name": name,
+            "unroll_length": 128,
+            "agent": dataclasses.asdict(config_class()),
+            "learner": dataclasses.asdict(LearnerConfig()),
+        }
+        store.store(group="algo", name=f"{name}_defaults", node=_plain(node))
+    store.store(group="env", name="custom", node={"name": "???"})
+
+
+def _custom(override: str) -> str | tuple[str, str]:
+    """`env=path/to/my_env.py:MyEnv` is no choice of a group but names a file of the user's."""
+    key, _, value = override.partition("=")
+    return (key, value) if key == "env" and ".py:" in value else override
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _known(override: str) -> bool:
+    return override.partition("=")[2] in [*choices(_key(override)), "custom", "null"]
+
+
+def _check_override(override: str, base: Sequence[str]) -> None:
+    key = _key(override)
+    if "=" not in override and not override.startswith("~"):
+        raise ConfigError(f"{override} is no override; write KEY=VALUE, e.g. num_envs=1024.")
+    if key in GROUPS:
+        if not _known(override):
+            value = override.partition("=")[2]
+            raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}")
+    elif not override.startswith("+") and key not in base:
+        raise ConfigError(f"{key} is no setting; {nearest(key, base)}")
+
+
+def _keys(tree: Any, prefix: str = "") -> list[str]:
+    """Dotted names of all keys, inner ones too."""
+    keys = []
+    for name, value in tree.items():
+        keys.append(prefix + str(name))
+        if isinstance(value, dict):
+            keys += _keys(value, f"{prefix}{name}.")
+    return keys
+
+
+def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
+    """A maker by name, or a class in a file of the user's by `path.py:Class`."""
+    if name in makers:
+        return makers[name]
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
+    if not Path(path).is_file():
+        raise ConfigError(f"{group}={name}: there is no file {path}; give the path from where you are, or in full.")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        raise ConfigError(f"{group}={name}: {path} has no {attribute}; {nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def _check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> None:
+    parameters = inspect.signature(maker).parameters
+    for name in arguments:
+        if name not in parameters:
+            raise ConfigError(f"{what} takes no argument {name}; {nearest(name, parameters)}")
+
+
+def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    """A dataclass from a mapping, each value checked against the type of its field."""
+    hints = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    for name in values:
+        if name not in names:
+            raise ConfigError(f"{prefix}{name} is no setting; {nearest(name, names)}")
+    return cls(**{name: _cast(hints[name], value, prefix + name) for name, value in values.items()})
+
+
+def _cast(hint: Any, value: Any, name: str) -> Any:
+    """The value as a field of type `hint` wants it; raises if it cannot be."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return _build(hint, value, name + ".")
+    if origin in (types.UnionType, typing.Union):
+        for option in arguments:
+            try:
+                return _cast(option, value, name)
+            except ConfigError:
+                continue
+    elif origin is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_cast(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    elif origin is dict and isinstance(value, Mapping):
+        return {str(k): _cast(arguments[1], v, f"{name}.{k}") for k, v in value.items()}
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif hint in (int, bool, str) and type(value) is hint:
+        return value
+    elif hint is type(None) and value is None:
+        return None
+    expected = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(hint, str(hint))
+    raise ConfigError(f"{name}={value!r}: expected {expected}.")
+
+
+def _plain(value: Any) -> Any:
+    """Tuples to lists, all the way down: what YAML and JSON can hold."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

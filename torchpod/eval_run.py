@@ -1,0 +1,37 @@
+"""Evaluates a run folder: the weights of its newest checkpoint, on fresh episodes."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from torchpod import checkpoint, random
+from torchpod.anakin import EVAL_STREAM
+from torchpod.compile import Compiler
+from torchpod.config import make_agent, make_env
+from torchpod.evaluate import evaluate
+from torchpod.run import eval_return, read_config
+
+
+def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
+    """A line of JSON: `{mean, iqm, ci95, episodes, unfinished, checkpoint}`; one line per member of a population.
+
+    Raises:
+      CheckpointError: if the folder is no run, or its checkpoint is damaged.
+    """
+    if episodes < 1:
+        raise ValueError(f"--episodes {episodes} must be at least 1.")
+    config = read_config(run_dir)
+    folder = checkpoint.latest(run_dir)
+    weights = checkpoint.load_weights(folder)
+    env = make_env(config.env)
+    agent = make_agent(config.algo, env.spec)()
+    key = random.fold_in(random.key(config.seed if seed is None else seed), EVAL_STREAM)
+    torch.set_num_threads(1)
+    compiler = Compiler(False, config.population)
+    score = evaluate(agent, env, weights, key, num_episodes=episodes, compiler=compiler)
+    lines = []
+    for returns, finished in zip(score.returns.reshape(-1, episodes), score.finished.reshape(-1, episodes), strict=True):
+        result = eval_return(returns) | {"unfinished": int((~finished).sum()), "checkpoint": folder.name}
+        lines.append(json.dumps(result))
+    return "\n".join(lines)

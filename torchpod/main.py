@@ -1,0 +1,136 @@
+"""The command line: `torchpod train | eval | plot | list | doctor | bench`. Each command is a few lines over a module."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchpod.checkpoint import CheckpointError
+from torchpod.compile import RecompilationError
+from torchpod.config import ConfigError, choices, load
+from torchpod.run import Interrupted, NonFiniteErrorInRun, Run, execute
+
+USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
+torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder
+torchpod plot RUN... [--out PNG]  draw learning curves
+torchpod list envs|algos|experiments
+torchpod doctor                   what works on this machine, and why not
+torchpod bench SUITE [--json FILE]"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status.
+
+    An error that a user can repair is printed as one sentence; TORCHPOD_TRACEBACK=1 shows where it came from.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except Interrupted as error:
+        print(f"torchpod: {error}", file=sys.stderr)
+        return 130
+    except (ConfigError, CheckpointError, RecompilationError, NonFiniteErrorInRun, ValueError, OSError) as error:
+        if os.environ.get("TORCHPOD_TRACEBACK") == "1":
+            raise
+        print(f"torchpod: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    command, rest = arguments[0], arguments[1:]
+    if command == "train":
+        return _train(rest)
+    if command in COMMANDS:
+        return COMMANDS[command](rest)
+    raise ConfigError(f"torchpod {command} is no command; use train, {', '.join(COMMANDS)}.")
+
+
+def _train(overrides: list[str]) -> int:
+    run = execute(load(overrides))
+    if run.summary:
+        score = run.summary["eval_return"]
+        print(
+            f"eval return {score['mean']:.1f} (IQM {score['iqm']:.1f}, 95% CI {score['ci95'][0]:.1f} to "
+            f"{score['ci95'][1]:.1f}, {score['episodes']} episodes) after {run.summary['env_steps']:,} env steps; "
+            f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s, {run.summary['compile_s']:.1f} s compilation"
+        )
+        if "best_member" in run.summary:
+            best = run.summary["best_member"]
+            print(f"best member {best}: {run.dir / 'members' / str(best)}")
+        print(f"run folder {run.dir}")
+    return 0
+
+
+def _eval(rest: list[str]) -> int:
+    from torchpod.eval_run import eval_run
+
+    parser = argparse.ArgumentParser("torchpod eval")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--episodes", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=None, help="of the episodes; default: those of the final evaluation")
+    options = parser.parse_args(rest)
+    print(eval_run(options.run, episodes=options.episodes, seed=options.seed))
+    return 0
+
+
+def _plot(rest: list[str]) -> int:
+    from torchpod.plot import plot
+
+    parser = argparse.ArgumentParser("torchpod plot")
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("curve.png"))
+    options = parser.parse_args(rest)
+    print(plot(options.runs, options.out))
+    return 0
+
+
+def _list(rest: list[str]) -> int:
+    groups = {"envs": "env", "algos": "algo", "experiments": "experiment"}
+    if len(rest) != 1 or rest[0] not in groups:
+        raise ConfigError(f"torchpod list takes one of {', '.join(groups)}.")
+    print("\n".join(choices(groups[rest[0]])))
+    return 0
+
+
+def _doctor(rest: list[str]) -> int:
+    from torchpod.doctor import doctor
+
+    return doctor()
+
+
+def _bench(rest: list[str]) -> int:
+    from torchpod import bench
+
+    return bench.main(rest)
+
+
+COMMANDS: dict[str, Any] = {"eval": _eval, "plot": _plot, "list": _list, "doctor": _doctor, "bench": _bench}
+
+
+def train(**settings: Any) -> Run:
+    """Trains a run from Python: `train(algo="ppo", env="cartpole", seed=0, num_envs=64)`.
+
+    Args:
+      **settings: the keys of configs/train.yaml; nested ones as dicts (`learner` is `algo.learner`: write
+        `overrides=["algo.learner.learning_rate=1e-3"]`). `env` may be an environment object. `overrides` is a list
+        in the grammar of the command line.
+
+    Returns:
+      The finished run.
+    """
+    overrides = list(settings.pop("overrides", ()))
+    env = settings.pop("env", None)
+    if isinstance(env, str):
+        overrides.append(f"env={env}")
+        env = None
+    overrides += [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    return execute(load(overrides), env=env)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

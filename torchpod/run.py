@@ -1,0 +1,460 @@
+"""A training run from configuration to summary: run folder, logging, checkpoints, resume, signals, evaluation.
+
+The training itself is `anakin.train`; everything here happens between two calls to the device.
+"""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import checkpoint, random, stats
+from torchpod.agent import Agent, Bound, bind
+from torchpod.anakin import EVAL_STREAM, Anakin, AnakinState, NonFiniteError, Report, train
+from torchpod.checkpoint import CheckpointError
+from torchpod.compile import Compiler
+from torchpod.config import ConfigError, TrainConfig, from_dict, make_agent, make_env, nearest
+from torchpod.distributed import Ranks, init, shutdown
+from torchpod.env import Env
+from torchpod.evaluate import Evaluation, evaluate
+from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink
+
+
+class Interrupted(RuntimeError):
+    """The run was told to stop, and has saved itself."""
+
+
+@dataclass
+class Run:
+    """A finished run."""
+
+    dir: Path
+    summary: dict[str, Any]
+    """What summary.json holds."""
+    agent: Agent
+    variables: dict[str, Tensor]
+    """Parameters and buffers; with a leading P axis in a population."""
+
+    @property
+    def policy(self) -> Bound:
+        """The trained agent, ready to `act`."""
+        return bind(self.agent, self.variables)
+
+
+def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], Agent] | None = None) -> Run:
+    """Trains, evaluates and summarises one run.
+
+    Args:
+      config: what to do.
+      env: an environment object instead of `config.env`.
+      make: builds the agent, instead of `config.algo`.
+
+    Raises:
+      ConfigError, ValueError: if the settings cannot work.
+      CheckpointError: if `resume` names something that cannot be resumed.
+      OSError: if the run folder cannot be written.
+      NonFiniteError: if a gradient was not finite; the trajectory is then in RUN/nan/.
+      Interrupted: on SIGTERM or SIGINT, after a checkpoint.
+    """
+    ranks, device = init(config.device)
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // ranks.world_size))
+    try:
+        source = _resume_source(config, ranks)
+        if source is not None:
+            config = _resumed_config(config, source)
+        return _execute(config, source, ranks, device, env, make)
+    finally:
+        shutdown()
+
+
+def _execute(
+    config: TrainConfig,
+    source: Path | None,
+    ranks: Ranks,
+    device: torch.device,
+    env: Env | None,
+    make: Callable[[], Agent] | None,
+) -> Run:
+    if config.population > 1 and ranks.world_size > 1:
+        raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
+    env = env or make_env(config.env)
+    make = make or make_agent(config.algo, env.spec)
+    compiler = Compiler(config.compile, config.population)
+    anakin = Anakin(
+        make,
+        env,
+        num_envs=ranks.share(config.num_envs, "num_envs"),
+        unroll_length=config.algo.unroll_length,
+        learner=config.algo.learner,
+        num_iterations=config.num_iterations,
+        compiler=compiler,
+        ranks=ranks,
+        device=device,
+    )
+    state = _apply_members(anakin.init(config.seed), config)
+    resumed_at, wall_s = None, 0.0
+    if source is not None:
+        _, state, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
+        resumed_at, wall_s = meta["iteration"], meta["wall_s"]
+    run_dir = source or _new_run_dir(config, ranks)
+    if ranks.rank == 0:
+        _write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
+    sinks: list[Sink] = []
+    if ranks.rank == 0 and config.logger.console:
+        sinks.append(ConsoleSink(config.total_env_steps))
+    if ranks.rank == 0 and config.logger.tensorboard:
+        sinks.append(TensorBoardSink(run_dir))
+    logger = Logger(run_dir, sinks=sinks, resume_at=resumed_at) if ranks.rank == 0 else None
+    keeper = _Keeper(anakin, config, run_dir, ranks)
+    state, timing = _train(anakin, state, config, keeper, logger, ranks, wall_s)
+    variables = state.learner.params | state.learner.buffers
+    if ranks.rank == 0:
+        evaluation = evaluate(
+            anakin.agent,
+            env,
+            variables,
+            random.fold_in(random.key(config.seed, device), EVAL_STREAM),
+            num_episodes=config.evaluation.episodes,
+            compiler=Compiler(config.compile, config.population),
+        )
+        summary = summarise(config, evaluation, state, timing, device, ranks)
+        _write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
+        if config.population > 1:
+            _write_members(run_dir, config, state, summary, timing)
+    else:
+        summary = {}
+    if logger is not None:
+        logger.close()
+    return Run(run_dir, summary, anakin.agent, variables)
+
+
+@dataclass
+class _Timing:
+    wall_s: float
+    """Of training, without compilation, resumed parts included."""
+    compile_s: float
+    steps: int
+    seconds: float
+    """Transitions and seconds of this process's calls: their quotient is the throughput."""
+
+
+def _train(
+    anakin: Anakin,
+    state: AnakinState,
+    config: TrainConfig,
+    keeper: "_Keeper",
+    logger: Logger | None,
+    ranks: Ranks,
+    wall_s: float,
+) -> tuple[AnakinState, _Timing]:
+    calls = config.loop.iterations_per_call or (8 if anakin.device.type == "cuda" else 1)
+    timing = _Timing(wall_s, 0.0, 0, 0.0)
+    saved, last_saved = True, time.perf_counter()
+    previous = int(state.env_steps.flatten()[0])
+    with _StopFlag(ranks, anakin.device) as stop:
+        reports: Iterator[tuple[Report, Any]] = train(anakin, state, iterations_per_call=calls)
+        try:
+            for report, program in reports:
+                stop.defer()
+                state, steps = program.state, report.env_steps - previous
+                previous = report.env_steps
+                timing.compile_s += report.compile_s
+                timing.wall_s += report.wall_s
+                timing.steps += steps * config.population
+                timing.seconds += report.wall_s
+                if logger is not None:
+                    logger.write(_row(report, steps * config.population, timing))
+                saved = time.perf_counter() - last_saved >= config.checkpoint.interval_s
+                if stop.requested(keeper.due(last_saved)):
+                    keeper.save(state, timing)
+                    raise Interrupted(f"stopped at iteration {report.iteration}; go on with resume={keeper.run_dir}")
+                if stop.save_due:
+                    keeper.save(state, timing)
+                    last_saved = time.perf_counter()
+        except NonFiniteError as error:
+            path = keeper.dump(error)
+            raise NonFiniteErrorInRun(
+                f"a gradient of iteration {error.iteration} is not finite; the trajectory it came from is in {path}. "
+                "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check rewards and observations."
+            ) from error
+        state = pytree.tree_map(torch.clone, state)
+        keeper.save(state, timing)
+    return state, timing
+
+
+class NonFiniteErrorInRun(FloatingPointError):
+    """A gradient was not finite; the message names the folder with the trajectory."""
+
+
+class _Keeper:
+    """Writes checkpoints and crash dumps of one run."""
+
+    def __init__(self, anakin: Anakin, config: TrainConfig, run_dir: Path, ranks: Ranks) -> None:
+        self.config, self.run_dir, self._ranks = config, run_dir, ranks
+        self._saved_at = -1
+
+    def due(self, last_saved: float) -> bool:
+        return time.perf_counter() - last_saved >= self.config.checkpoint.interval_s
+
+    def save(self, state: AnakinState, timing: _Timing) -> None:
+        iteration = int(state.iteration.flatten()[0])
+        if iteration == self._saved_at:
+            return
+        save_state(self.run_dir, state, {"wall_s": timing.wall_s}, self._ranks, self.config.checkpoint.keep)
+        self._saved_at = iteration
+
+    def dump(self, error: NonFiniteError) -> Path:
+        path = self.run_dir / "nan" / f"iteration-{error.iteration}-rank-{self._ranks.rank}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flat = {pytree.keystr(k): v.cpu() for k, v in pytree.tree_flatten_with_path(error.trajectory)[0]}
+        torch.save(flat, path)
+        return path
+
+
+def save_state(run_dir: Path, state: AnakinState, meta: dict[str, Any], ranks: Ranks, keep: int) -> Path:
+    """Writes a checkpoint of a whole run."""
+    weights = state.learner.params | state.learner.buffers
+    iteration = int(state.iteration.flatten()[0])
+    meta = {"versions": versions(), "threads": torch.get_num_threads(), **meta}
+    return checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep)
+
+
+class _StopFlag:
+    """SIGTERM and SIGINT ask for a stop after the running call; before the first report they stop at once."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._deferred = self._asked = False
+        self._old: dict[int, Any] = {}
+        self.save_due = False
+
+    def __enter__(self) -> "_StopFlag":
+        with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if not self._deferred or self._asked:
+            raise Interrupted(f"stopped by {signal.Signals(number).name} before there was anything new to save")
+        self._asked = True
+
+    def defer(self) -> None:
+        """From now on there is something to save: finish the call first."""
+        self._deferred = True
+
+    def requested(self, save_due: bool) -> bool:
+        """Whether any rank was asked to stop. Also agrees on whether a checkpoint is due."""
+        self.save_due = save_due
+        if self._ranks.world_size == 1:
+            return self._asked
+        flags = self._ranks.sum(torch.tensor([float(self._asked), float(save_due)], device=self._device))
+        self.save_due = bool(flags[1] > 0)
+        return bool(flags[0] > 0)
+
+
+def _row(report: Report, steps: int, timing: _Timing) -> dict[str, Any]:
+    metrics = {name: value.tolist() for name, value in report.metrics.items()}
+    times = {"env_steps_per_s": steps / report.wall_s, "wall_s": timing.wall_s, "compile_s": timing.compile_s}
+    return {"iteration": report.iteration, "env_steps": report.env_steps, **metrics, **times}
+
+
+def summarise(
+    config: TrainConfig,
+    evaluation: Evaluation,
+    state: AnakinState,
+    timing: _Timing,
+    device: torch.device,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """The contents of summary.json."""
+    summary: dict[str, Any] = {"eval_return": eval_return(evaluation.returns.flatten())}
+    if config.population > 1:
+        summary["members"] = [eval_return(row) for row in evaluation.returns]
+        means = [member["mean"] for member in summary["members"]]
+        summary["best_member"] = means.index(max(means))
+    return summary | {
+        "unfinished_episodes": int((~evaluation.finished).sum()),
+        "env_steps": int(state.env_steps.flatten()[0]),
+        "env_steps_per_s": timing.steps / timing.seconds if timing.seconds else None,
+        "wall_s": timing.wall_s,
+        "compile_s": timing.compile_s,
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+        "ranks": ranks.world_size,
+        "versions": versions(),
+        "commit": commit(),
+        "config_hash": config.hash(),
+    }
+
+
+def eval_return(returns: Tensor) -> dict[str, Any]:
+    """`{mean, iqm, ci95, episodes}` of episode returns `[E]`."""
+    values = returns.double().cpu().numpy()
+    low, high = stats.bootstrap_ci(values, stats.iqm)
+    return {
+        "mean": float(values.mean()),
+        "iqm": float(stats.iqm(values)),
+        "ci95": [float(low), float(high)],
+        "episodes": int(values.size),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """A short name of what the run ran on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model)
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what the numbers are."""
+    names = {"torchpod": "torchpod-rl", "torch": "torch", "torchrl": "torchrl", "tensordict": "tensordict"}
+    found = {"python": platform.python_version()}
+    for name, distribution in names.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(distribution)
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the source tree, with `+changes` if it is not clean; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    git = lambda *args: subprocess.run(  # noqa: E731
+        ["git", "-C", str(root), *args], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "") or None
+
+
+def _apply_members(state: AnakinState, config: TrainConfig) -> AnakinState:
+    """Puts the per-member values of `members` into hyperparameters and learning rates."""
+    learner = state.learner
+    rates = {name if len(learner.learning_rate) > 1 else "learning_rate": name for name in learner.learning_rate}
+    for name, values in config.members.items():
+        if name in learner.buffers:
+            table, key = learner.buffers, name
+        elif name in rates:
+            table, key = learner.learning_rate, rates[name]
+        else:
+            raise ConfigError(f"members.{name} is no setting; {nearest(name, [*learner.buffers, *rates])}")
+        table[key] = torch.as_tensor(values, dtype=torch.float32, device=table[key].device)
+        if config.population == 1:
+            table[key] = table[key][0]
+    return state
+
+
+def _write_members(run_dir: Path, config: TrainConfig, state: AnakinState, summary: dict, timing: _Timing) -> None:
+    """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
+    for p in range(config.population):
+        folder = run_dir / "members" / str(p)
+        folder.mkdir(parents=True, exist_ok=True)
+        member = replace(
+            config,
+            population=1,
+            seed=config.seed + p,
+            members={name: [values[p]] for name, values in config.members.items()},
+            run_dir=str(folder),
+            resume=None,
+        )
+        one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
+        save_state(folder, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
+        _write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
+        _write_text(folder / "summary.json", json.dumps(summary | {"eval_return": summary["members"][p]}, indent=1))
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The configuration of a run folder.
+
+    Raises:
+      CheckpointError: if it is none.
+    """
+    path = run_dir / "config.yaml"
+    try:
+        return from_dict(yaml.safe_load(path.read_text()))
+    except (OSError, yaml.YAMLError, ConfigError, TypeError) as error:
+        raise CheckpointError(
+            f"{run_dir} is no run folder: {path.name} is missing or not ours ({str(error).splitlines()[0]})."
+        ) from error
+
+
+def _resume_source(config: TrainConfig, ranks: Ranks) -> Path | None:
+    """The folder to resume from, if any. A restart by torchrun resumes the newest run by itself."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if config.resume is None and not restarted:
+        return None
+    if config.resume not in (None, "auto"):
+        path = Path(config.resume)
+        if not path.is_dir():
+            raise CheckpointError(f"resume={config.resume}: there is no such folder; give a run folder, or auto.")
+        checkpoint.latest(path)
+        return path
+    if config.run_dir is not None:
+        folders = [Path(config.run_dir)]
+    else:
+        folders = sorted(Path("runs", config.experiment).glob(f"*-seed{config.seed}"), reverse=True)
+    return next((folder for folder in folders if checkpoint.all_of(folder)), None)
+
+
+def _resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
+    """The settings of the run that goes on; only what may change without changing the run is taken from the new ones."""
+    old = read_config(source)
+    return replace(
+        old,
+        run_dir=str(source),
+        resume=None,
+        total_env_steps=max(old.total_env_steps, config.total_env_steps),
+        device=config.device,
+        logger=config.logger,
+        checkpoint=config.checkpoint,
+        loop=config.loop,
+        threads=config.threads or old.threads,
+    )
+
+
+def _new_run_dir(config: TrainConfig, ranks: Ranks) -> Path:
+    """Creates the run folder; the same on every rank."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = Path(config.run_dir or Path("runs", config.experiment, f"{stamp}-seed{config.seed}"))
+    names: list[Any] = [str(path)]
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(names)
+        path = Path(names[0])
+    if ranks.rank == 0:
+        if checkpoint.all_of(path) or (path / "metrics.jsonl").exists():
+            raise ConfigError(f"run_dir={path} already holds a run; use another, or resume={path} to go on with it.")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"run_dir={path} cannot be created ({error.strerror}); choose a folder you may write.") from error
+    return path
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".partial-{path.name}")
+    partial.write_text(text)
+    os.replace(partial, path)

@@ -1,0 +1,359 @@
+"""`check_agent`: calls every method of an agent as the loops do, and requires the contract of agent.py."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, Variables, bind, variables_of
+from torchpod.env import Env
+from torchpod.rollout import make_step, start, unroll
+from torchpod.specs import Array, Box, EnvSpec, SpecTree
+from torchpod.testing.contract import (
+    ContractError,
+    clone,
+    difference,
+    form,
+    lead_of,
+    named_leaves,
+    require,
+    require_batched,
+    require_spec,
+    require_tensor,
+    rows,
+)
+from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
+"""Between sums in different orders: vmapped, permuted, split."""
+
+
+def check_agent(
+    agent: Agent,
+    env: Env,
+    *,
+    num_envs: int = 8,
+    unroll_length: int = 32,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    compile: bool = True,
+) -> None:
+    """Tests that an agent keeps the contract which the loops and the learner rely on.
+
+    Lets it act, prepares the trajectory, and takes the gradient of its loss: shapes, purity, the meaning of
+    weights, that every parameter learns, that all of it works for a population (vmap) and can be compiled.
+
+    Args:
+      agent: the agent; a copy is tested.
+      env: where it acts.
+      num_envs: B, even.
+      unroll_length: T; long enough for some episodes to end, or the rule about resets goes untested.
+      seed: of everything random.
+      device: where to run.
+      compile: False leaves out the test that the methods can be traced in one graph.
+
+    Raises:
+      ContractError: with the rule that is broken.
+    """
+    if num_envs < 2 or num_envs % 2:
+        raise ValueError(f"num_envs={num_envs} cannot be cut in halves; use an even number.")
+    agent = copy.deepcopy(agent).to(device)
+    root = random.key(seed, device)
+    env_keys, actor_keys, keys = (random.split(random.fold_in(root, i), num_envs) for i in range(3))
+    params, buffers = variables_of(agent)
+    params = _perturb(params, random.fold_in(root, 3))
+    groups = _check_groups(agent)
+    trajectory = _check_act(agent, env, params | buffers, env_keys, actor_keys, unroll_length)
+    batch = _check_prepare(agent, params | buffers, trajectory, keys)
+    minibatch = _minibatch(agent, batch)
+
+    def loss(own: Variables, batch: Batch, keys: Tensor) -> tuple[dict[str, Tensor], LossOutput]:
+        target = None if agent.target_rate is None else bind(agent, params | buffers)
+        out = bind(agent, own | buffers).loss(batch, keys, target)
+        require(isinstance(out, LossOutput), f"loss() must return a LossOutput; it returned a {type(out).__name__}.")
+        return (out.loss if isinstance(out.loss, dict) else {"loss": out.loss}), out
+
+    def gradient(own: Variables, batch: Batch, keys: Tensor) -> Variables:
+        gradients: Variables = {}
+        for group, names in groups.items():
+            part = {name: own[name] for name in names}
+            gradients |= torch.func.grad(lambda p, g=group: loss(own | p, batch, keys)[0][g])(part)
+        return gradients
+
+    _check_loss(agent, groups, params, minibatch, keys[0], loss)
+    _check_weights(agent, params, minibatch, keys, loss, gradient)
+    _check_gradients(gradient(params, minibatch, keys[0]))
+
+    timestep = pytree.tree_map(lambda x: x[0], trajectory.timestep)
+    other = _perturb(params, random.fold_in(root, 4))
+    state = trajectory.actor_state
+    methods: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "act()": (lambda p, *a: bind(agent, p | buffers).act(*a), (timestep, state, actor_keys)),
+        "prepare()": (lambda p, *a: bind(agent, p | buffers).prepare(*a), (trajectory, keys)),
+        "loss() and its gradient": (gradient, (minibatch, keys[0])),
+    }
+    for name, (method, arguments) in methods.items():
+        _check_vmap(name, method, params, other, arguments)
+        if compile:
+            compiled = torch.compile(method, backend="eager", fullgraph=True, dynamic=False)
+            _works("compiled in one graph", name, lambda c=compiled, a=arguments: c(params, *a))
+
+
+def _perturb(params: Variables, key: Tensor) -> Variables:
+    """Parameters with some noise, so that none is zero by initialisation and none has a zero gradient by chance."""
+    return {
+        name: value + 0.01 * random.normal(random.fold_in(key, i), value.numel()).reshape(value.shape).to(value.dtype)
+        for i, (name, value) in enumerate(params.items())
+    }
+
+
+def _check_groups(agent: Agent) -> dict[str, list[str]]:
+    """Parameter names per optimizer group."""
+    prefixes = agent.optimizer_groups()
+    groups: dict[str, list[str]] = {group: [] for group in prefixes}
+    for name, _ in agent.named_parameters():
+        owners = [group for group, starts in prefixes.items() if name.startswith(tuple(starts))]
+        require(
+            len(owners) == 1,
+            f"optimizer_groups() must put every parameter in exactly one group; {name} is in {owners}.",
+        )
+        groups[owners[0]].append(name)
+    return groups
+
+
+def _check_act(
+    agent: Agent, env: Env, variables: Variables, env_keys: Tensor, actor_keys: Tensor, length: int
+) -> Trajectory:
+    size = env_keys.shape[0]
+    before = clone(variables_of(agent))
+    for name, leaf in named_leaves(agent.initial_state(size), "initial_state(B)"):
+        require_batched(leaf, size, name)
+    carry = start(agent, env, env_keys)
+    bound, timestep, state = bind(agent, variables), carry.timestep, carry.actor_state
+    arguments = clone((timestep, state, actor_keys))
+    result = bound.act(timestep, state, actor_keys)
+    require(
+        isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], ActorOutput),
+        "act() must return (ActorOutput, state).",
+    )
+    output, new_state = result
+    _check_action(env.spec, output.action, timestep, size)
+    require(isinstance(output.extras, dict), "ActorOutput.extras must be a dict.")
+    for name, leaf in named_leaves(output.extras, "ActorOutput.extras"):
+        require_batched(leaf, size, name)
+    require(
+        form(new_state) == form(state),
+        "act() must return a state with the structure, shapes and dtypes of initial_state().",
+    )
+    changed = difference((timestep, state, actor_keys), arguments, "(timestep, state, keys)")
+    require(changed is None, f"act() must not modify its arguments; it changed {changed}.")
+    changed = difference(bound.act(timestep, state, actor_keys), result, "result")
+    require(
+        changed is None,
+        f"act() must be a function of its arguments; two equal calls differ in {changed}. Draw from the keys and "
+        "keep nothing on self.",
+    )
+    first, second = (bound.act(timestep, state, keys, False)[0].action for keys in (actor_keys, env_keys))
+    changed = difference(first, second, "action")
+    require(changed is None, "act(explore=False) must not be random: two keys gave two actions.")
+    index = random.permutation(actor_keys[0], size)[: size // 2]
+    changed = difference(
+        bound.act(*rows((timestep, state, actor_keys), index)), rows(result, index), "result", **TOLERANCE
+    )
+    require(changed is None, f"act(): rows must be independent; leaving out environments changed {changed}.")
+    _, trajectory = unroll(make_step(agent, env), variables, carry, env_keys, actor_keys, length=length)
+    changed = difference(variables_of(agent), before, "variables")
+    require(changed is None, f"act() must not write to the agent; it changed {changed}.")
+    return trajectory
+
+
+def _check_action(spec: EnvSpec, action: Tree, timestep: TimeStep, size: int) -> None:
+    observation, device = timestep.observation, timestep.step_type.device
+    for group in spec.groups or (None,):
+        one, seen, wanted, name = action, observation, spec.action, "action"
+        if group is not None:
+            require(
+                isinstance(action, dict) and set(action) == set(spec.groups or ()),
+                f"action must be a dict with one entry per group, {sorted(spec.groups or ())}.",
+            )
+            one, seen, wanted, name = action[group], observation[group], spec.action[group], f"action[{group!r}]"
+        require_spec(one, _unbounded(wanted), lead_of(spec, group, size), device, name)
+        if isinstance(seen, dict) and "action_mask" in seen:
+            allowed = seen["action_mask"].gather(-1, one[..., None])
+            require(allowed.all(), f"{name} must be one that the action_mask allows.")
+
+
+def _unbounded(spec: SpecTree) -> SpecTree:
+    """Continuous actions may leave the box: environments clamp them."""
+    if isinstance(spec, dict):
+        return {k: _unbounded(v) for k, v in spec.items()}
+    return Array(spec.shape, spec.dtype) if isinstance(spec, Box) else spec
+
+
+def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
+    before = clone(trajectory)
+    batch = bind(agent, variables).prepare(trajectory, keys)
+    require(isinstance(batch, Batch), f"prepare() must return a Batch; it returned a {type(batch).__name__}.")
+    require(
+        isinstance(batch.steps, dict) and "weight" in batch.steps,
+        "Batch.steps must be a dict that holds `weight`: how much each row counts.",
+    )
+    length, size = trajectory.timestep.step_type.shape[0] - 1, keys.shape[0]
+    weight = batch.steps["weight"]
+    require_tensor(weight, (length, size), torch.float32, keys.device, "Batch.steps['weight']")
+    for name, leaf in named_leaves(batch.steps, "Batch.steps"):
+        require(
+            isinstance(leaf, Tensor) and leaf.shape[:2] == (length, size),
+            f"{name} must be a tensor [T, B, ...], here [{length}, {size}, ...].",
+        )
+    require((weight >= 0).all() and weight.isfinite().all(), "Batch.steps['weight'] must be at least 0, and finite.")
+    reset = trajectory.timestep.step_type[:-1] == LAST
+    require(
+        (weight[reset] == 0).all(),
+        "Batch.steps['weight'] must be 0 at LAST: from there a reset leads to FIRST, and no transition.",
+    )
+    for name in agent.standardise:
+        require(
+            name in batch.steps and batch.steps[name].shape == weight.shape,
+            f"standardise names {name!r}, so Batch.steps must hold it as [T, B].",
+        )
+    if agent.recurrent:
+        for name, leaf in named_leaves(batch.actor_state, "Batch.actor_state"):
+            require_batched(leaf, size, name)
+    changed = difference(trajectory, before, "trajectory")
+    require(changed is None, f"prepare() must not modify its arguments; it changed {changed}.")
+    changed = difference(bind(agent, variables).prepare(trajectory, keys), batch, "result")
+    require(changed is None, f"prepare() must be a function of its arguments; two equal calls differ in {changed}.")
+    return batch
+
+
+def _minibatch(agent: Agent, batch: Batch) -> Batch:
+    """The whole batch as one minibatch, as the learner cuts it."""
+    steps = dict(batch.steps)
+    weight = steps["weight"] / steps["weight"].sum()
+    for name in agent.standardise:
+        mean = (weight * steps[name]).sum()
+        std = (weight * (steps[name] - mean).square()).sum().sqrt()
+        steps[name] = (steps[name] - mean) / (std + 1e-8)
+    steps["weight"] = weight
+    if agent.recurrent:
+        return Batch(steps, batch.actor_state)
+    return Batch(pytree.tree_map(lambda x: x.flatten(0, 1), steps), ())
+
+
+def _check_loss(
+    agent: Agent, groups: dict[str, list[str]], params: Variables, batch: Batch, key: Tensor, loss: Callable
+) -> None:
+    before = clone(batch)
+    losses, out = loss(params, batch, key)
+    require(
+        set(losses) == set(groups),
+        f"loss() must return one loss per name of optimizer_groups(), {sorted(groups)}; it returned {sorted(losses)}.",
+    )
+    for name, value in losses.items():
+        require_tensor(value, (), torch.float32, key.device, f"loss {name!r}")
+        require(value.isfinite(), f"loss {name!r} must be finite; it is {value.item()}.")
+    for name, value in out.metrics.items():
+        require(isinstance(value, Tensor) and value.shape == (), f"metric {name!r} must be a scalar tensor.")
+    if out.priority is not None:
+        require(
+            out.priority.shape[0] == batch.steps["weight"].shape[-1], "LossOutput.priority must have one entry per row."
+        )
+    changed = difference(batch, before, "batch")
+    require(changed is None, f"loss() must not modify its arguments; it changed {changed}.")
+    changed = difference(loss(params, batch, key), (losses, out), "result")
+    require(
+        changed is None,
+        f"loss() must be a function of its arguments; two equal calls differ in {changed}. Draw from the key.",
+    )
+    del agent
+
+
+def _check_weights(
+    agent: Agent, params: Variables, batch: Batch, keys: Tensor, loss: Callable, gradient: Callable
+) -> None:
+    """That loss and metrics are sums over rows, times their weights."""
+    axis = 1 if agent.recurrent else 0  # a recurrent agent sees its zero-weight rows, so take whole environments
+    weight = batch.steps["weight"]
+    num = weight.shape[axis]
+    kept = torch.arange(num, device=weight.device) % 2 == 0
+
+    def weigh(factor: Tensor | float, source: Batch = batch) -> Batch:
+        return source._replace(steps={**source.steps, "weight": weight * factor})
+
+    def value(batch: Batch, key: Tensor = keys[0]) -> Tree:
+        losses, out = loss(params, batch, key)
+        return losses, out.metrics
+
+    def add(a: Tree, b: Tree) -> Tree:
+        return pytree.tree_map(torch.add, a, b)
+
+    whole = value(batch)
+    changed = difference(add(value(weigh(kept.float())), value(weigh((~kept).float()))), whole, "result", **TOLERANCE)
+    require(
+        changed is None,
+        f"loss() must be a sum over rows weighted by steps['weight'], and so must its metrics; {changed} is not: its "
+        "values for two halves of the weights do not add up to that for all of them.",
+    )
+    index = torch.where(kept, torch.arange(num, device=weight.device), 0)  # rows of weight 0 become copies of row 0
+    altered = weigh(kept.float(), _select(batch, index, axis))
+    changed = difference(
+        gradient(params, altered, keys[0]), gradient(params, weigh(kept.float()), keys[0]), "gradient", **TOLERANCE
+    )
+    require(changed is None, f"Rows of weight 0 must contribute no gradient; they change {changed}.")
+    if difference(value(batch, keys[1]), whole, "result") is not None:
+        return  # noise is drawn per row of the minibatch: other rows, other noise
+    twice = _select(batch, torch.arange(num, device=weight.device).repeat(2), axis)
+    twice = twice._replace(steps={**twice.steps, "weight": twice.steps["weight"] / 2})
+    changed = difference(value(twice), whole, "result", **TOLERANCE)
+    require(changed is None, f"Doubling the rows with half the weights must give the same loss; {changed} differs.")
+    halves = torch.arange(num, device=weight.device).tensor_split(2)
+    parts = [value(_select(batch, half, axis)) for half in halves]
+    changed = difference(add(*parts), whole, "result", **TOLERANCE)
+    require(
+        changed is None,
+        f"The losses of two halves of the rows must add up to that of all rows; {changed} does not. What needs the "
+        "whole minibatch, such as advantage normalisation, is the learner's: see Agent.standardise.",
+    )
+
+
+def _select(batch: Batch, index: Tensor, axis: int) -> Batch:
+    return Batch(
+        pytree.tree_map(lambda x: x.index_select(axis, index), batch.steps),
+        pytree.tree_map(lambda x: x[index], batch.actor_state),
+    )
+
+
+def _check_gradients(gradients: Variables) -> None:
+    for name, value in gradients.items():
+        require(value.isfinite().all(), f"Gradients must be finite; that of {name} is not.")
+    without = [name for name, value in gradients.items() if not value.any()]
+    require(not without, f"Every parameter must get a gradient from the loss of its group; {without} get none.")
+
+
+def _check_vmap(
+    name: str, method: Callable[..., Any], params: Variables, other: Variables, arguments: tuple[Any, ...]
+) -> None:
+    """Two members with different parameters at once, and one by one."""
+    members = pytree.tree_map(lambda a, b: torch.stack([a, b]), params, other)
+    both = pytree.tree_map(lambda x: torch.stack([x, x]), arguments)
+    result = _works("mapped over a population with torch.vmap", name, lambda: torch.vmap(method)(members, *both))
+    for i, own in enumerate((params, other)):
+        member = pytree.tree_map(lambda x, i=i: x[i], result)
+        changed = difference(member, method(own, *arguments), "result", **TOLERANCE)
+        require(
+            changed is None,
+            f"{name} must give the same for a member of a population as alone; they differ in {changed}.",
+        )
+
+
+def _works(how: str, name: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        message = str(error).strip().split("\n")[0]
+        raise ContractError(f"{name} must work {how}; it raised {type(error).__name__}: {message}") from error

@@ -1,0 +1,148 @@
+"""What both conformance tests need: the error, comparison of trees, and random actions for a spec."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.specs import Box, Discrete, EnvSpec, SpecTree
+from torchpod.types import Tree
+
+
+class ContractError(ValueError):
+    """An environment or an agent breaks a rule; the message is the rule, and what came instead."""
+
+
+def require(condition: bool | Tensor, rule: str) -> None:
+    """Raises the rule unless the condition holds."""
+    if not condition:
+        raise ContractError(rule)
+
+
+def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
+    """Leaves with names such as `observation['position']`."""
+    return [(name + pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def form(tree: Tree) -> tuple[Any, ...]:
+    """Structure, shapes and dtypes: what must stay the same from step to step."""
+    leaves, structure = pytree.tree_flatten(tree)
+    return structure, *((tuple(x.shape), x.dtype) for x in leaves)
+
+
+def clone(tree: Tree) -> Tree:
+    """Copies of all tensors."""
+    return pytree.tree_map(torch.clone, tree)
+
+
+def rows(tree: Tree, index: Tensor | slice) -> Tree:
+    """The same rows of every leaf."""
+    return pytree.tree_map(lambda x: x[index], tree)
+
+
+def difference(actual: Tree, expected: Tree, name: str, *, rtol: float = 0.0, atol: float = 0.0) -> str | None:
+    """The name of the first leaf that differs, or None. Tolerances are for floats."""
+    if form(actual) != form(expected):
+        return f"{name} (structure, shape or dtype)"
+    for (leaf_name, a), b in zip(named_leaves(actual, name), pytree.tree_leaves(expected), strict=True):
+        exact = not a.is_floating_point()
+        if not (torch.equal(a, b) if exact else torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)):
+            return leaf_name
+    return None
+
+
+def require_spec(value: Tree, spec: SpecTree, lead: tuple[int, ...], device: torch.device, name: str) -> None:
+    """Requires the structure, shapes (behind axes `lead`), dtypes, device and range that a spec states."""
+    if isinstance(spec, dict):
+        require(
+            isinstance(value, dict) and set(value) == set(spec),
+            f"{name} must be a dict with the keys of its spec, {sorted(spec)}; it is {_describe(value)}.",
+        )
+        for key in spec:
+            require_spec(value[key], spec[key], lead, device, f"{name}[{key!r}]")
+        return
+    require_tensor(value, (*lead, *spec.shape), spec.dtype, device, name)
+    if value.is_floating_point():
+        require(value.isfinite().all(), f"{name} must be finite; it holds NaN or infinity.")
+    if isinstance(spec, Box):
+        inside = (value >= spec.low) & (value <= spec.high)
+        require(
+            inside.all(),
+            f"{name} must lie within [{spec.low}, {spec.high}], as its spec says; it reaches from "
+            f"{value.min().item():g} to {value.max().item():g}.",
+        )
+    if isinstance(spec, Discrete):
+        inside = (value >= 0) & (value < spec.num_values)
+        require(inside.all(), f"{name} must be in {{0, ..., {spec.num_values - 1}}}, as its spec says.")
+
+
+def require_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str) -> None:
+    """Requires a tensor of this shape and dtype on this device."""
+    want = f"{name} must be a {dtype} tensor of shape {list(shape)}"
+    require(isinstance(value, Tensor), f"{want}; it is {_describe(value)}.")
+    require(
+        tuple(value.shape) == shape and value.dtype == dtype,
+        f"{want}; it is {value.dtype} of shape {list(value.shape)}.",
+    )
+    require(value.device.type == device.type, f"{name} must be on {device}; it is on {value.device}.")
+
+
+def require_batched(value: Any, num_envs: int, name: str) -> None:
+    """Requires a tensor with the B axis first."""
+    shape = list(value.shape) if isinstance(value, Tensor) else None
+    require(
+        bool(shape) and shape[0] == num_envs,
+        f"{name} must be a tensor with the B axis first, of {num_envs} rows; it is {_describe(value)}.",
+    )
+
+
+def lead_of(spec: EnvSpec, group: str | None, num_envs: int) -> tuple[int, ...]:
+    """The axes before those of a spec: `[B]`, or `[B, N]` for a group."""
+    return (num_envs,) if group is None or spec.groups is None else (num_envs, spec.groups[group])
+
+
+def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
+    """Actions drawn uniformly from those that spec and action mask allow, one row per key `[B, 3]`."""
+    if spec.groups is None:
+        return _draw(spec.action, (keys.shape[0],), _mask_of(observation), keys)
+    return {
+        group: _draw(
+            spec.action[group],
+            lead_of(spec, group, keys.shape[0]),
+            _mask_of(observation[group]),
+            random.fold_in(keys, i),
+        )
+        for i, group in enumerate(spec.groups)
+    }
+
+
+def _mask_of(observation: Tree) -> Tensor | None:
+    return observation.get("action_mask") if isinstance(observation, dict) else None
+
+
+def _draw(spec: SpecTree, lead: tuple[int, ...], mask: Tensor | None, keys: Tensor) -> Tree:
+    if isinstance(spec, dict):
+        return {k: _draw(s, lead, mask, random.fold_in(keys, i)) for i, (k, s) in enumerate(spec.items())}
+    shape = (*lead, *spec.shape)
+    uniform = random.uniform(keys, math.prod(shape[1:])).reshape(shape)
+    if isinstance(spec, Discrete):
+        if mask is None:
+            return (uniform * spec.num_values).to(spec.dtype)
+        nth = (uniform * mask.sum(-1)).long()
+        return (mask.cumsum(-1) > nth[..., None]).int().argmax(-1).to(spec.dtype)
+    low, high = (spec.low, spec.high) if isinstance(spec, Box) else (-1.0, 1.0)
+    low, high = (low if math.isfinite(low) else high - 2.0), (high if math.isfinite(high) else low + 2.0)
+    if not math.isfinite(low):
+        low, high = -1.0, 1.0
+    return (low + (high - low) * uniform).to(spec.dtype)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict with the keys {sorted(map(str, value))}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"

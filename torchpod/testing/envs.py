@@ -1,0 +1,387 @@
+"""`check_env`: plays an environment with random actions and requires every rule of the contract in env.py."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.compile import Compiler
+from torchpod.env import Env
+from torchpod.specs import EnvSpec, Traits
+from torchpod.testing.contract import (
+    ContractError,
+    clone,
+    difference,
+    form,
+    lead_of,
+    named_leaves,
+    random_action,
+    require,
+    require_batched,
+    require_spec,
+    require_tensor,
+    rows,
+)
+from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+"""Between eager, vmapped and compiled floats: kernels differ in the last bits."""
+
+
+class _Call(NamedTuple):
+    """One call of `step`, kept to be made again in other ways."""
+
+    state: Tree
+    action: Tree
+    keys: Tensor
+    was_last: Tensor
+    result: tuple[Tree, TimeStep]
+
+
+def check_env(
+    env: Env,
+    *,
+    num_envs: int = 8,
+    num_steps: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    compile: bool = True,
+) -> None:
+    """Tests that an environment keeps the contract which the loops rely on.
+
+    Plays with random actions and looks at every step; then, as far as the environment's traits promise it,
+    repeats steps to see that they are pure, that rows do not influence each other, that gradients flow, and
+    that vmapped and compiled steps give the same. A host environment has no traits and is only played.
+
+    Args:
+      env: the environment; its state is left as the last step left it.
+      num_envs: B.
+      num_steps: how long to play; by default past the time limit, at most 1000.
+      seed: of environment and actions.
+      device: where the environment is to run.
+      compile: False leaves out compilation, the slowest part.
+
+    Raises:
+      ContractError: with the rule that is broken.
+    """
+    if num_envs < 2:
+        raise ValueError(f"num_envs={num_envs} is too small to see whether rows influence each other; use 2 or more.")
+    for name, kind in (("spec", EnvSpec), ("traits", Traits)):
+        value = getattr(env, name, None)
+        require(isinstance(value, kind), f"env.{name} must be of {kind.__name__}; it is {value!r}.")
+    _check_groups(env.spec)
+    if num_steps is None:
+        num_steps = min(env.spec.max_episode_steps or 200, 1000) + 2
+    root = random.key(seed, device)
+    env_keys, action_keys = (random.split(random.fold_in(root, i), num_envs) for i in range(2))
+    calls = _play(env, env_keys, action_keys, num_steps)
+    if not env.traits.pure:
+        return
+    _check_pure(env, random.at(env_keys, 0), calls)
+    _check_rows(env, random.at(env_keys, 0), calls, root)
+    _check_reset_ignores_action(env, calls, random.split(random.fold_in(root, 2), num_envs))
+    if env.traits.differentiable:
+        _check_gradients(env, calls)
+    if env.traits.vmappable:
+        _check_vmap(env, random.at(env_keys, 0), calls)
+    if env.traits.capturable and compile:
+        _check_compiled(env, env_keys, action_keys, num_steps)
+
+
+def _check_groups(spec: EnvSpec) -> None:
+    if spec.groups is None:
+        return
+    for name, tree in (("observation", spec.observation), ("action", spec.action)):
+        require(
+            isinstance(tree, dict) and set(tree) == set(spec.groups),
+            f"spec.{name} must be a dict with one entry per group, {sorted(spec.groups)}.",
+        )
+
+
+def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> list[_Call]:
+    """Plays, checks each timestep, and returns some calls: the first, the last, one at LAST and one after LAST."""
+    spec, pure = env.spec, env.traits.pure
+    keys = random.at(env_keys, 0)
+    state, timestep = _pair(env.init(keys), "init")
+    _check_timestep(spec, timestep, keys)
+    require(
+        (timestep.step_type == FIRST).all(),
+        "init() must return FIRST for every environment: episodes begin there.",
+    )
+    _check_first(timestep)
+    _check_state(state, pure, keys)
+    state_form, timestep_form = form(state) if pure else None, form(timestep)
+    count = torch.zeros_like(timestep.step_type)
+    calls: list[_Call] = []
+    seen_last = seen_reset = False
+    for i in range(1, num_steps + 1):
+        keys = random.at(env_keys, i)
+        action = random_action(spec, timestep.observation, random.at(action_keys, i))
+        before = clone((state if pure else (), action, keys, timestep))
+        new_state, new = _pair(env.step(state, action, keys), "step")
+        if pure:
+            changed = difference((state, action, keys), before[:3], "(state, action, keys)")
+            require(changed is None, f"step() must not modify its arguments; it changed {changed}.")
+        changed = difference(timestep, before[3], "timestep")
+        require(
+            changed is None,
+            f"step() must return new tensors; it wrote into {changed}, which it had returned before.",
+        )
+        _check_timestep(spec, new, keys)
+        _require_form(timestep_form, new, "timestep")
+        if state_form is not None:
+            _require_form(state_form, new_state, "state")
+        was_last = timestep.step_type == LAST
+        count = torch.where(was_last, 0, count + 1)
+        _check_transition(spec, was_last, count, new)
+        is_last, is_reset = bool((new.step_type == LAST).any()), bool(was_last.any())
+        if pure and (i in (1, num_steps) or (is_last and not seen_last) or (is_reset and not seen_reset)):
+            calls.append(_Call(*before[:3], was_last.clone(), clone((new_state, new))))
+        seen_last, seen_reset = seen_last or is_last, seen_reset or is_reset
+        state, timestep = new_state, new
+    return calls
+
+
+def _pair(result: Any, name: str) -> tuple[Tree, TimeStep]:
+    good = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], TimeStep)
+    require(good, f"{name}() must return (state, TimeStep).")
+    return result
+
+
+def _check_state(state: Tree, pure: bool, keys: Tensor) -> None:
+    if not pure:
+        require(state is None, "An environment without the trait `pure` must return None as state.")
+        return
+    for name, leaf in named_leaves(state, "state"):
+        require_batched(leaf, keys.shape[0], name)
+        require(
+            leaf.device.type == keys.device.type,
+            f"{name} must be on the device of the keys, {keys.device}; it is on {leaf.device}.",
+        )
+
+
+def _require_form(expected: tuple[Any, ...], tree: Tree, name: str) -> None:
+    actual = form(tree)
+    require(
+        actual[0] == expected[0],
+        f"The {name} must have the same names and structure at every step (extras are a fixed dict): "
+        f"{expected[0]} came from init() and {actual[0]} from step().",
+    )
+    for (leaf, _), was, now in zip(named_leaves(tree, name), expected[1:], actual[1:], strict=True):
+        require(
+            was == now,
+            f"{leaf} must keep its shape and dtype: init() gave {was[1]} {list(was[0])} and step() gave {now[1]} "
+            f"{list(now[0])}.",
+        )
+
+
+def _check_timestep(spec: EnvSpec, timestep: TimeStep, keys: Tensor) -> None:
+    """The rules that one timestep must keep by itself."""
+    size, device = keys.shape[0], keys.device
+    require_tensor(timestep.step_type, (size,), torch.int32, device, "step_type")
+    known = (timestep.step_type >= FIRST) & (timestep.step_type <= LAST)
+    require(known.all(), "step_type must be FIRST, MID or LAST (0, 1 or 2).")
+    _check_signal(spec, timestep.reward, size, device, "reward")
+    _check_signal(spec, timestep.discount, size, device, "discount")
+    for name, discount in named_leaves(timestep.discount, "discount"):
+        require(((discount >= 0) & (discount <= 1)).all(), f"{name} must be in [0, 1].")
+    _check_observation(spec, timestep.observation, size, device)
+    extras = timestep.extras
+    require(
+        isinstance(extras, dict) and {"raw_reward", "game_over"} <= set(extras),
+        "extras must be a dict that holds at least raw_reward and game_over.",
+    )
+    for name, leaf in named_leaves(extras, "extras"):
+        require_batched(leaf, size, name)
+    raw = extras["raw_reward"]
+    _check_signal(spec, raw, size, device, "extras['raw_reward']")
+    require_tensor(extras["game_over"], (size,), torch.bool, device, "extras['game_over']")
+    is_last = timestep.step_type == LAST
+    require(
+        (is_last | ~extras["game_over"]).all(),
+        "extras['game_over'] may be True only at LAST: the episode ends there.",
+    )
+    require(
+        all((leaf[timestep.step_type == FIRST] == 0).all() for leaf in pytree.tree_leaves(raw)),
+        "extras['raw_reward'] must be 0 at FIRST: no action led there.",
+    )
+
+
+def _check_signal(spec: EnvSpec, value: Tree, size: int, device: torch.device, name: str) -> None:
+    if spec.groups is None:
+        require_tensor(value, (size,), torch.float32, device, name)
+        require(value.isfinite().all(), f"{name} must be finite; it holds NaN or infinity.")
+        return
+    require(
+        isinstance(value, dict) and set(value) == set(spec.groups),
+        f"{name} must be a dict with one entry per group, {sorted(spec.groups)}.",
+    )
+    for group in spec.groups:
+        leaf = f"{name}[{group!r}]"
+        require_tensor(value[group], lead_of(spec, group, size), torch.float32, device, leaf)
+        require(value[group].isfinite().all(), f"{leaf} must be finite; it holds NaN or infinity.")
+
+
+def _check_observation(spec: EnvSpec, observation: Tree, size: int, device: torch.device) -> None:
+    if spec.groups is None:
+        require_spec(observation, spec.observation, (size,), device, "observation")
+        _check_mask(observation, spec.action, (size,), device, "observation")
+        return
+    require(
+        isinstance(observation, dict) and set(observation) == set(spec.groups),
+        f"observation must be a dict with one entry per group, {sorted(spec.groups)}.",
+    )
+    for group in spec.groups:
+        lead, name = lead_of(spec, group, size), f"observation[{group!r}]"
+        require_spec(observation[group], spec.observation[group], lead, device, name)
+        _check_mask(observation[group], spec.action[group], lead, device, name)
+
+
+def _check_mask(observation: Tree, action: Any, lead: tuple[int, ...], device: torch.device, name: str) -> None:
+    if not isinstance(observation, dict) or "action_mask" not in observation:
+        return
+    name, mask = f"{name}['action_mask']", observation["action_mask"]
+    num_values = getattr(action, "num_values", None)
+    require(num_values is not None, f"{name} needs a Discrete action; the spec has {action}.")
+    require_tensor(mask, (*lead, num_values or 0), torch.bool, device, name)
+    require(mask.any(-1).all(), f"{name} must allow at least one action in every row.")
+
+
+def _check_first(timestep: TimeStep) -> None:
+    first = timestep.step_type == FIRST
+    for reward in pytree.tree_leaves(timestep.reward):
+        require((reward[first] == 0).all(), "reward must be 0 at FIRST: no action led there.")
+    for discount in pytree.tree_leaves(timestep.discount):
+        require((discount[first] == 1).all(), "discount must be 1 at FIRST.")
+
+
+def _check_transition(spec: EnvSpec, was_last: Tensor, count: Tensor, timestep: TimeStep) -> None:
+    """The rules about what may follow what.
+
+    Args:
+      spec: of the environment.
+      was_last: `[B]` bool, the timestep before was LAST.
+      count: `[B]`, steps since FIRST.
+      timestep: what came.
+    """
+    step_type, limit = timestep.step_type, spec.max_episode_steps
+    is_last = step_type == LAST
+    require((step_type[was_last] == FIRST).all(), "step() must return FIRST after LAST.")
+    require((step_type[~was_last] != FIRST).all(), "step() must return FIRST only after LAST.")
+    _check_first(timestep)
+    discounts = [d.reshape(d.shape[0], -1) for d in pytree.tree_leaves(timestep.discount)]
+    discount = torch.cat(discounts, 1)  # [B, all agents]
+    ended, goes_on = (discount == 0).all(1), (discount == 1).all(1)
+    require(
+        not ((step_type == MID) & ended).any(),
+        "step() must return LAST where the discount is 0: the episode terminated.",
+    )
+    if limit is None:
+        require(
+            not (is_last & goes_on).any(),
+            "LAST with discount 1 means truncation, and spec.max_episode_steps is None; a termination has discount 0.",
+        )
+        return
+    require(
+        not (is_last & goes_on & (count < limit)).any(),
+        f"LAST with discount 1 means truncation, which comes only after spec.max_episode_steps={limit} steps; a "
+        "termination has discount 0.",
+    )
+    require(
+        (is_last | (count < limit)).all(),
+        f"step() must return LAST after spec.max_episode_steps={limit} steps, with discount 1 unless the episode "
+        "terminated.",
+    )
+
+
+def _check_pure(env: Env, keys: Tensor, calls: list[_Call]) -> None:
+    changed = difference(env.init(keys), env.init(keys), "result")
+    require(changed is None, f"init() must be a function of its keys; two equal calls differ in {changed}.")
+    for call in calls:
+        changed = difference(env.step(call.state, call.action, call.keys), call.result, "result")
+        require(
+            changed is None,
+            f"step() must be a function of state, action and keys; two equal calls differ in {changed}. Draw from "
+            "the keys and keep nothing on self.",
+        )
+
+
+def _check_rows(env: Env, keys: Tensor, calls: list[_Call], root: Tensor) -> None:
+    """Some rows in another order must give the same as all of them: B is a batch, and nothing else."""
+    size = keys.shape[0]
+    index = random.permutation(random.fold_in(root, 3), size)[: (size + 1) // 2]
+    rule = "rows must be independent: permuting and leaving out environments changed"
+    changed = difference(env.init(keys[index]), rows(env.init(keys), index), "result", **TOLERANCE)
+    require(changed is None, f"init(): {rule} {changed}.")
+    for call in calls:
+        alone = env.step(*rows((call.state, call.action, call.keys), index))
+        changed = difference(alone, rows(call.result, index), "result", **TOLERANCE)
+        require(changed is None, f"step(): {rule} {changed}.")
+
+
+def _check_reset_ignores_action(env: Env, calls: list[_Call], keys: Tensor) -> None:
+    for call in calls:
+        other = random_action(env.spec, call.result[1].observation, keys)
+        result = env.step(call.state, other, call.keys)
+        changed = difference(rows(result, call.was_last), rows(call.result, call.was_last), "result")
+        require(changed is None, f"step() must ignore the action after LAST; it changed {changed}.")
+
+
+def _check_gradients(env: Env, calls: list[_Call]) -> None:
+    for call in calls:
+        leaves, structure = pytree.tree_flatten((call.state, call.action))
+        leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in leaves]
+        inputs = [x for x in leaves if x.requires_grad]
+        with torch.enable_grad():
+            state, action = pytree.tree_unflatten(leaves, structure)
+            _, timestep = env.step(state, action, call.keys)
+            outputs = pytree.tree_leaves((timestep.reward, timestep.observation))
+            outputs = [x.sum() for x in outputs if x.requires_grad]
+        rule = "The trait `differentiable` promises gradients from reward and observation to state and action"
+        require(bool(inputs and outputs), f"{rule}; there is no path.")
+        gradients = torch.autograd.grad(outputs, inputs, allow_unused=True)
+        require(all(g is None or g.isfinite().all() for g in gradients), f"{rule}; they are not finite.")
+
+
+def _check_vmap(env: Env, keys: Tensor, calls: list[_Call]) -> None:
+    def both(tree: Tree) -> Tree:  # two members that differ: the second has its rows in reverse
+        return pytree.tree_map(lambda x: torch.stack([x, x.flip(0)]), tree)
+
+    init = _promised("vmappable", "torch.vmap(env.init)", lambda: torch.vmap(env.init)(both(keys)))
+    changed = difference(init, both(env.init(keys)), "result", **TOLERANCE)
+    require(changed is None, f"torch.vmap(env.init) must give what init() gives; they differ in {changed}.")
+    for call in calls:
+        arguments = both((call.state, call.action, call.keys))
+        result = _promised("vmappable", "torch.vmap(env.step)", lambda a=arguments: torch.vmap(env.step)(*a))
+        changed = difference(result, both(call.result), "result", **TOLERANCE)
+        require(changed is None, f"torch.vmap(env.step) must give what step() gives; they differ in {changed}.")
+
+
+def _check_compiled(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> None:
+    """Plays again with a compiled step, fed with its own results as in the loops, and compares some steps."""
+    step = Compiler(enabled=True)(env.step)
+    state, timestep = env.init(random.at(env_keys, 0))
+    left = 8
+    for i in range(1, num_steps + 1):
+        action = random_action(env.spec, timestep.observation, random.at(action_keys, i))
+        arguments = (state, action, random.at(env_keys, i))
+        result = _promised("capturable", "the compiled step", lambda a=arguments: step(*a))
+        if left and (i <= 2 or (result[1].step_type != MID).any()):
+            left -= 1
+            changed = difference(result, env.step(*arguments), "result", **TOLERANCE)
+            require(changed is None, f"The compiled step must give what step() gives; they differ in {changed}.")
+        state, timestep = result
+
+
+def _promised(trait: str, what: str, call: Callable[[], Any]) -> Any:
+    """Calls; any exception breaks the promise of a trait."""
+    try:
+        return call()
+    except Exception as error:
+        message = str(error).strip().split("\n")[0]
+        raise ContractError(
+            f"The trait `{trait}` promises that {what} works; it raised {type(error).__name__}: {message}"
+        ) from error
