@@ -46,9 +46,7 @@ class CartPole(TensorEnv):
         force = torch.where(action == 1, FORCE, -FORCE)
         cos, sin = theta.cos(), theta.sin()
         temp = (force + MASS_POLE * HALF_LENGTH * theta_dot.square() * sin) / MASS
-        theta_acc = (GRAVITY * sin - cos * temp) / (
-            HALF_LENGTH * (4.0 / 3.0 - MASS_POLE * cos.square() / MASS)
-        )
+        theta_acc = (GRAVITY * sin - cos * temp) / (HALF_LENGTH * (4.0 / 3.0 - MASS_POLE * cos.square() / MASS))
         x_acc = temp - MASS_POLE * HALF_LENGTH * theta_acc * cos / MASS
         x, theta = x + TAU_S * x_dot, theta + TAU_S * theta_dot
         x_dot, theta_dot = x_dot + TAU_S * x_acc, theta_dot + TAU_S * theta_acc

@@ -41,9 +41,7 @@ class Catch(TensorEnv):
         column = random.to_integer(random.bits(keys, 1)[..., 0], self.columns)
         return CatchState(torch.zeros_like(column), column, torch.full_like(column, self.columns // 2))
 
-    def transition(
-        self, state: CatchState, action: Tensor, keys: Tensor
-    ) -> tuple[CatchState, Tensor, Tensor]:
+    def transition(self, state: CatchState, action: Tensor, keys: Tensor) -> tuple[CatchState, Tensor, Tensor]:
         """Moves the paddle, then lets the ball fall."""
         paddle = (state.paddle_column + action - 1).clamp(0, self.columns - 1)
         row = state.ball_row + 1

@@ -14,7 +14,7 @@ def test_iqm_by_hand():
 @pytest.mark.parametrize("count", range(1, 14))
 def test_iqm_is_the_trimmed_mean_of_scipy(count):
     x = np.random.default_rng(count).normal(size=(count, 3))
-    assert iqm(x) == pytest.approx(scipy.stats.trim_mean(x, 0.25, axis=None), abs=1e-14)
+    assert iqm(x) == pytest.approx(scipy.stats.trim_mean(x.ravel(), 0.25), abs=1e-14)
     np.testing.assert_allclose(iqm(x, axis=0), scipy.stats.trim_mean(x, 0.25, axis=0), rtol=0, atol=1e-14)
     np.testing.assert_allclose(iqm(x, axis=1), scipy.stats.trim_mean(x, 0.25, axis=1), rtol=0, atol=1e-14)
 

@@ -210,7 +210,7 @@ def _register() -> None:
             "learner": dataclasses.asdict(LearnerConfig()),
         }
         store.store(group="algo", name=f"{name}_defaults", node=_plain(node))
-    store.store(group="env", name="custom", node={"name": "???"})
+    store.store(group="env", name="custom", node={"name": "custom"})
 
 
 def _custom(override: str) -> str | tuple[str, str]:

@@ -72,7 +72,8 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     ranks, device = init(config.device)
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // ranks.world_size))
+    # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
+    torch.set_num_threads(config.threads or 1)
     try:
         source = _resume_source(config, ranks)
         if source is not None:
@@ -118,7 +119,7 @@ def _execute(
     if ranks.rank == 0 and config.logger.console:
         sinks.append(ConsoleSink(config.total_env_steps))
     if ranks.rank == 0 and config.logger.tensorboard:
-        sinks.append(TensorBoardSink(run_dir))
+        sinks.append(TensorBoardSink(run_dir, resume_at=resumed_at))
     logger = Logger(run_dir, sinks=sinks, resume_at=resumed_at) if ranks.rank == 0 else None
     keeper = _Keeper(anakin, config, run_dir, ranks)
     state, timing = _train(anakin, state, config, keeper, logger, ranks, wall_s)

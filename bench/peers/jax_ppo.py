@@ -262,6 +262,11 @@ def loss(params: Params, rows: Rows) -> Array:
     return policy_loss + VALUE_COST * value_loss - ENTROPY_COST * entropy
 
 
+def permutation(key: Array, size: int) -> Array:
+    """A random order of rows: one sort of random words, where `jax.random.permutation` sorts large arrays twice."""
+    return lax.sort_key_val(jax.random.bits(key, (size,)), jnp.arange(size, dtype=jnp.int32), is_stable=False)[1]
+
+
 def ppo_iteration(carry: Carry, total_iterations: int) -> tuple[Carry, Episodes]:
     """Rollout, advantages, epochs x minibatches."""
     carry, trajectory, episodes = rollout(carry)
@@ -279,7 +284,7 @@ def ppo_iteration(carry: Carry, total_iterations: int) -> tuple[Carry, Episodes]
     def epoch(scan_carry: tuple[Params, Adam, Array], _: None) -> tuple[tuple[Params, Adam, Array], Array]:
         params, opt, key = scan_carry
         key, permutation_key = jax.random.split(key)
-        order = jax.random.permutation(permutation_key, rows.action.shape[0])
+        order = permutation(permutation_key, rows.action.shape[0])
         batches = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), rows)
         (params, opt), losses = lax.scan(minibatch, (params, opt), batches)
         return (params, opt, key), losses

@@ -4,8 +4,7 @@
 """
 
 from torchpod.testing import probes
-
-# from torchpod.testing.agents import check_agent
+from torchpod.testing.agents import check_agent
 from torchpod.testing.contract import ContractError
 from torchpod.testing.envs import check_env
 

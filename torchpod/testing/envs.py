@@ -120,12 +120,13 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
     for i in range(1, num_steps + 1):
         keys = random.at(env_keys, i)
         action = random_action(spec, timestep.observation, random.at(action_keys, i))
-        before = clone((state if pure else (), action, keys, timestep))
+        before = clone((state if pure else (), action, keys))
+        timestep_before = clone(timestep)
         new_state, new = _pair(env.step(state, action, keys), "step")
         if pure:
-            changed = difference((state, action, keys), before[:3], "(state, action, keys)")
+            changed = difference((state, action, keys), before, "(state, action, keys)")
             require(changed is None, f"step() must not modify its arguments; it changed {changed}.")
-        changed = difference(timestep, before[3], "timestep")
+        changed = difference(timestep, timestep_before, "timestep")
         require(
             changed is None,
             f"step() must return new tensors; it wrote into {changed}, which it had returned before.",
@@ -139,7 +140,7 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
         _check_transition(spec, was_last, count, new)
         is_last, is_reset = bool((new.step_type == LAST).any()), bool(was_last.any())
         if pure and (i in (1, num_steps) or (is_last and not seen_last) or (is_reset and not seen_reset)):
-            calls.append(_Call(*before[:3], was_last.clone(), clone((new_state, new))))
+            calls.append(_Call(before[0], before[1], before[2], was_last.clone(), clone((new_state, new))))
         seen_last, seen_reset = seen_last or is_last, seen_reset or is_reset
         state, timestep = new_state, new
     return calls
@@ -196,17 +197,12 @@ def _check_timestep(spec: EnvSpec, timestep: TimeStep, keys: Tensor) -> None:
     )
     for name, leaf in named_leaves(extras, "extras"):
         require_batched(leaf, size, name)
-    raw = extras["raw_reward"]
-    _check_signal(spec, raw, size, device, "extras['raw_reward']")
+    _check_signal(spec, extras["raw_reward"], size, device, "extras['raw_reward']")
     require_tensor(extras["game_over"], (size,), torch.bool, device, "extras['game_over']")
     is_last = timestep.step_type == LAST
     require(
         (is_last | ~extras["game_over"]).all(),
         "extras['game_over'] may be True only at LAST: the episode ends there.",
-    )
-    require(
-        all((leaf[timestep.step_type == FIRST] == 0).all() for leaf in pytree.tree_leaves(raw)),
-        "extras['raw_reward'] must be 0 at FIRST: no action led there.",
     )
 
 
@@ -254,6 +250,8 @@ def _check_first(timestep: TimeStep) -> None:
     first = timestep.step_type == FIRST
     for reward in pytree.tree_leaves(timestep.reward):
         require((reward[first] == 0).all(), "reward must be 0 at FIRST: no action led there.")
+    for reward in pytree.tree_leaves(timestep.extras["raw_reward"]):
+        require((reward[first] == 0).all(), "extras['raw_reward'] must be 0 at FIRST: no action led there.")
     for discount in pytree.tree_leaves(timestep.discount):
         require((discount[first] == 1).all(), "discount must be 1 at FIRST.")
 

@@ -1,0 +1,25 @@
+"""docs/write-an-environment.md: its Python blocks run, one after the other, as a reader would run them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_has_its_blocks():
+    assert len(BLOCKS) == 4
+    assert "class MyEnv" in BLOCKS[0]
+    assert len(BLOCKS[0].splitlines()) <= 35
+
+
+def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # training writes its run folder here
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_env.py").write_text(BLOCKS[0])
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in BLOCKS[1:]:
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert "run" in names

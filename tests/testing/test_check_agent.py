@@ -1,0 +1,348 @@
+"""check_agent passes what keeps the contract, and names the rule that each broken agent breaks."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from torchpod import random
+from torchpod.agent import Agent
+from torchpod.env import HostEnv
+from torchpod.envs import Catch
+from torchpod.testing import ContractError, check_agent
+from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput
+
+SPEC = Catch(rows=4, columns=3).spec
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+class Small(Agent):
+    """Actor and critic with a loss each, from one-step rewards."""
+
+    target_rate = 0.01
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Linear(12, 3), nn.Linear(12, 1)
+
+    def features(self, observation):
+        return observation.flatten(-3)
+
+    def act(self, timestep, state, keys, explore=True):
+        logits = self.actor(self.features(timestep.observation))
+        action = random.categorical(keys, logits) if explore else logits.argmax(-1)
+        return ActorOutput(action, {"state_value": self.critic(self.features(timestep.observation))[..., 0]}), state
+
+    def prepare(self, trajectory, keys):
+        t = trajectory.timestep
+        steps = {
+            "observation": t.observation[:-1],
+            "action": trajectory.output.action,
+            "reward": t.reward[1:],
+            "weight": (t.step_type[:-1] != LAST).float(),
+        }
+        return Batch(steps)
+
+    def loss(self, batch, keys, target):
+        b = batch.steps
+        x, w = self.features(b["observation"]), b["weight"]
+        log_prob = self.actor(x).log_softmax(-1).gather(-1, b["action"][..., None])[..., 0]
+        assert target is not None
+        advantage = b["reward"] - target("value_of", x)
+        actor = -(log_prob * advantage * w).sum()
+        critic = ((self.value_of(x) - b["reward"]).square() * w).sum()
+        return LossOutput({"actor": actor, "critic": critic}, {"log_prob": (log_prob * w).sum()})
+
+    def value_of(self, x):
+        return self.critic(x)[..., 0]
+
+    def optimizer_groups(self):
+        return {"actor": ("actor.",), "critic": ("critic.",)}
+
+
+class Recurrent(Small):
+    """Remembers a leaky sum of what it saw; its loss sees whole sequences."""
+
+    recurrent = True
+
+    def __init__(self):
+        super().__init__()
+        self.actor = nn.Linear(24, 3)
+
+    def initial_state(self, batch_size):
+        return {"memory": torch.zeros(batch_size, 12)}
+
+    def act(self, timestep, state, keys, explore=True):
+        x = self.features(timestep.observation)
+        memory = torch.where((timestep.step_type == FIRST)[:, None], 0.0, state["memory"])
+        logits = self.actor(torch.cat([x, memory], -1))
+        action = random.categorical(keys, logits) if explore else logits.argmax(-1)
+        return ActorOutput(action, {}), {"memory": 0.5 * memory + x}
+
+    def prepare(self, trajectory, keys):
+        batch = super().prepare(trajectory, keys)
+        first = trajectory.timestep.step_type[:-1] == FIRST
+        return Batch({**batch.steps, "first": first}, trajectory.actor_state)
+
+    def loss(self, batch, keys, target):
+        b, memory, log_prob = batch.steps, batch.actor_state["memory"], []
+        w = b["weight"]
+        for t in range(w.shape[0]):
+            x = self.features(b["observation"][t])
+            memory = torch.where(b["first"][t][:, None], 0.0, memory)
+            logits = self.actor(torch.cat([x, memory], -1))
+            log_prob.append(logits.log_softmax(-1).gather(-1, b["action"][t][..., None])[..., 0])
+            memory = 0.5 * memory + x
+        actor = -(torch.stack(log_prob) * b["reward"] * w).sum()
+        critic = ((self.value_of(self.features(b["observation"])) - b["reward"]).square() * w).sum()
+        return LossOutput({"actor": actor, "critic": critic}, {})
+
+
+class Noisy(Small):
+    """A loss that needs its key: noise per row of the minibatch."""
+
+    def loss(self, batch, keys, target):
+        noise = random.normal(keys, 2 * ((batch.steps["weight"].shape[0] + 1) // 2))
+        reward = batch.steps["reward"] + noise[: batch.steps["weight"].shape[0]]
+        return super().loss(batch._replace(steps={**batch.steps, "reward": reward}), keys, target)
+
+
+@pytest.mark.parametrize("kind", [Small, Recurrent, Noisy])
+def test_agents_that_keep_the_contract_pass(kind):
+    check_agent(kind(), Catch(rows=4, columns=3))
+
+
+def test_an_agent_may_act_in_a_host_environment():
+    check_agent(Small(), HostEnv(Catch(rows=4, columns=3)), compile=False)
+
+
+def act_with(change):
+    class Changed(Small):
+        def act(self, timestep, state, keys, explore=True):
+            output, state = super().act(timestep, state, keys, explore)
+            return change(self, output, state, timestep, keys)
+
+    return Changed
+
+
+def prepare_with(change):
+    class Changed(Small):
+        def prepare(self, trajectory, keys):
+            batch = super().prepare(trajectory, keys)
+            return batch._replace(steps=change(dict(batch.steps)))
+
+    return Changed
+
+
+def loss_with(change):
+    class Changed(Small):
+        def loss(self, batch, keys, target):
+            return change(self, super().loss(batch, keys, target), batch)
+
+    return Changed
+
+
+class WrongState(Small):
+    def initial_state(self, batch_size):
+        return torch.zeros(12)
+
+
+class StateChangesType(Small):
+    def initial_state(self, batch_size):
+        return torch.zeros(batch_size, 2)
+
+    def act(self, timestep, state, keys, explore=True):
+        output, state = super().act(timestep, state, keys, explore)
+        return output, state.double()
+
+
+class AlwaysExplores(Small):
+    def act(self, timestep, state, keys, explore=True):
+        return super().act(timestep, state, keys, True)
+
+
+class Global(Small):
+    def act(self, timestep, state, keys, explore=True):
+        output, state = super().act(timestep, state, keys, explore)
+        return output._replace(extras={"noise": torch.rand(keys.shape[0])}), state
+
+
+class CountsCalls(Small):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def act(self, timestep, state, keys, explore=True):
+        self.calls += 1
+        output, state = super().act(timestep, state, keys, explore)
+        return output._replace(extras={"calls": torch.full((keys.shape[0],), self.calls)}), state
+
+
+class UnusedParameter(Small):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(1, 1)
+
+    def optimizer_groups(self):
+        return {"actor": ("actor.", "spare."), "critic": ("critic.",)}
+
+
+class ForgottenGroup(Small):
+    def optimizer_groups(self):
+        return {"actor": ("actor.",), "critic": ("critik.",)}
+
+
+class WrongNames(Small):
+    def optimizer_groups(self):
+        return {"policy": ("actor.",), "critic": ("critic.",)}
+
+
+class Normalises(Small):
+    def loss(self, batch, keys, target):
+        reward = batch.steps["reward"]
+        reward = (reward - reward.mean()) / (reward.std() + 1e-8)
+        return super().loss(batch._replace(steps={**batch.steps, "reward": reward}), keys, target)
+
+
+class DividesByRows(Small):
+    def loss(self, batch, keys, target):
+        weight = batch.steps["weight"] / batch.steps["weight"].numel()
+        return super().loss(batch._replace(steps={**batch.steps, "weight": weight}), keys, target)
+
+
+class ForgetsWeight(Small):
+    def loss(self, batch, keys, target):
+        weight = torch.full_like(batch.steps["weight"], 1 / batch.steps["weight"].numel())
+        return super().loss(batch._replace(steps={**batch.steps, "weight": weight}), keys, target)
+
+
+class AveragesOverWeights(Small):
+    def loss(self, batch, keys, target):
+        weight = batch.steps["weight"] / batch.steps["weight"].sum()
+        return super().loss(batch._replace(steps={**batch.steps, "weight": weight}), keys, target)
+
+
+class Branches(Small):
+    def act(self, timestep, state, keys, explore=True):
+        if timestep.observation.sum() < 0:
+            explore = False
+        return super().act(timestep, state, keys, explore)
+
+
+def unweighted_metric(agent, out, batch):
+    return out._replace(metrics={"log_prob": out.metrics["log_prob"] + 1})
+
+
+def coupled_gradient(agent, out, batch):
+    """Zero in value and linear in the weights, but its gradient sees every row."""
+    every = agent.actor(agent.features(batch.steps["observation"])).square().sum()
+    return out._replace(loss={**out.loss, "actor": out.loss["actor"] + every - every.detach()})
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (WrongState, "initial_state(B) must be a tensor with the B axis first"),
+        (act_with(lambda a, o, s, t, k: o), "act() must return (ActorOutput, state)."),
+        (
+            act_with(lambda a, o, s, t, k: (o._replace(action=o.action.float()), s)),
+            "action must be a torch.int64 tensor of shape [8]",
+        ),
+        (act_with(lambda a, o, s, t, k: (o._replace(action=o.action + 3), s)), "action must be in {0, ..., 2}"),
+        (
+            act_with(lambda a, o, s, t, k: (o._replace(extras={"value": o.extras["state_value"].sum()}), s)),
+            "ActorOutput.extras['value'] must be a tensor with the B axis first",
+        ),
+        (StateChangesType, "act() must return a state with the structure, shapes and dtypes of initial_state()."),
+        (
+            act_with(lambda a, o, s, t, k: (t.reward.add_(1), (o, s))[1]),
+            "act() must not modify its arguments; it changed (timestep, state, keys)[0].reward.",
+        ),
+        (Global, "act() must be a function of its arguments; two equal calls differ in result[0].extras['noise']."),
+        (CountsCalls, "act() must be a function of its arguments; two equal calls differ in"),
+        (AlwaysExplores, "act(explore=False) must not be random: two keys gave two actions."),
+        (
+            act_with(
+                lambda a, o, s, t, k: (
+                    o._replace(extras={"v": o.extras["state_value"] - o.extras["state_value"].mean()}),
+                    s,
+                )
+            ),
+            "act(): rows must be independent; leaving out environments changed",
+        ),
+        (prepare_with(lambda s: {"x": s["weight"]}), "Batch.steps must be a dict that holds `weight`"),
+        (prepare_with(lambda s: s | {"weight": s["weight"][0]}), "Batch.steps['weight'] must be a torch.float32"),
+        (prepare_with(lambda s: s | {"x": s["action"][0]}), "Batch.steps['x'] must be a tensor [T, B, ...]"),
+        (prepare_with(lambda s: s | {"weight": s["weight"] - 1}), "Batch.steps['weight'] must be at least 0"),
+        (prepare_with(lambda s: s | {"weight": s["weight"] * 0 + 1}), "Batch.steps['weight'] must be 0 at LAST"),
+        (
+            prepare_with(lambda s: s | {"x": torch.rand(s["weight"].shape)}),
+            "prepare() must be a function of its arguments; two equal calls differ in result.steps['x'].",
+        ),
+        (ForgottenGroup, "optimizer_groups() must put every parameter in exactly one group; critic.weight is in []."),
+        (WrongNames, "loss() must return one loss per name of optimizer_groups(), ['critic', 'policy']"),
+        (loss_with(lambda a, o, b: o.loss["actor"]), "loss() must return a LossOutput; it returned a Tensor."),
+        (
+            loss_with(lambda a, o, b: o._replace(loss={**o.loss, "actor": o.loss["actor"] / 0})),
+            "loss 'actor' must be finite",
+        ),
+        (
+            loss_with(lambda a, o, b: o._replace(loss={**o.loss, "actor": b.steps["weight"]})),
+            "loss 'actor' must be a torch.float32 tensor of shape []",
+        ),
+        (loss_with(lambda a, o, b: o._replace(metrics={"x": 1.0})), "metric 'x' must be a scalar tensor."),
+        (
+            loss_with(lambda a, o, b: o._replace(priority=b.steps["weight"][:3])),
+            "LossOutput.priority must have one entry per row.",
+        ),
+        (
+            loss_with(lambda a, o, b: o._replace(loss={**o.loss, "actor": o.loss["actor"] + torch.rand(())})),
+            "loss() must be a function of its arguments; two equal calls differ in",
+        ),
+        (ForgetsWeight, "loss() must be a sum over rows weighted by steps['weight']"),
+        (AveragesOverWeights, "loss() must be a sum over rows weighted by steps['weight']"),
+        (loss_with(unweighted_metric), "and so must its metrics; result[1]['log_prob'] is not"),
+        (loss_with(coupled_gradient), "Rows of weight 0 must contribute no gradient; they change"),
+        (Normalises, "What looks at the whole minibatch, such as advantage normalisation, is the learner's"),
+        (DividesByRows, "Doubling the rows with half the weights must give the same loss; result[0]['actor'] differs."),
+        (
+            UnusedParameter,
+            "Every parameter must get a gradient from the loss of its group; ['spare.weight', 'spare.bias'] get none.",
+        ),
+        (Branches, "act() must work mapped over a population with torch.vmap; it raised"),
+    ],
+)
+def test_a_broken_agent_is_named(make, rule):
+    with pytest.raises(ContractError, match=re.escape(rule)):
+        check_agent(make(), Catch(rows=4, columns=3), compile=False)
+
+
+def test_an_agent_that_cannot_be_traced_is_named():
+    class Prints(Small):
+        def act(self, timestep, state, keys, explore=True):
+            torch._dynamo.graph_break()
+            return super().act(timestep, state, keys, explore)
+
+    with pytest.raises(ContractError, match=re.escape("act() must work compiled in one graph; it raised")):
+        check_agent(Prints(), Catch(rows=4, columns=3))
+
+
+def test_the_agent_itself_is_left_alone():
+    agent = Small()
+    before = {k: v.clone() for k, v in agent.state_dict().items()}
+    check_agent(agent, Catch(rows=4, columns=3), compile=False)
+    assert all(torch.equal(v, before[k]) for k, v in agent.state_dict().items())
+    assert all(p.grad is None for p in agent.parameters())
+
+
+def test_an_odd_number_of_environments_is_refused():
+    with pytest.raises(ValueError, match="num_envs=3 cannot be cut in halves"):
+        check_agent(Small(), Catch(), num_envs=3)

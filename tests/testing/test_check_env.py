@@ -1,0 +1,395 @@
+"""check_env passes what keeps the contract, and names the rule that each broken environment breaks."""
+
+import re
+
+import pytest
+import torch
+
+from torchpod import random
+from torchpod.env import HostEnv, TensorEnv
+from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, Traits
+from torchpod.testing import ContractError, check_env, probes
+from torchpod.types import FIRST, LAST, MID
+
+
+class Walk(TensorEnv):
+    """Right or left from a random place; terminates at 1 and is truncated after 5 steps."""
+
+    traits = Traits(differentiable=True)
+
+    def __init__(self):
+        self.spec = EnvSpec("walk", {"place": Box((1,), -9.0, 9.0)}, Box((1,), -1.0, 1.0), 5)
+
+    def reset(self, keys):
+        return random.uniform(keys, 1, -1.0, 1.0)
+
+    def transition(self, state, action, keys):
+        state = state + action
+        return state, state[:, 0] ** 2, state[:, 0] >= 1
+
+    def observe(self, state):
+        return {"place": state}
+
+
+class Broken(Walk):
+    """A walk whose timesteps are altered by `change`."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def init(self, keys):
+        state, timestep = super().init(keys)
+        return state, self.change(timestep)
+
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        return state, self.change(timestep)
+
+
+class Squad(TensorEnv):
+    """Two kinds of agents, three scouts with four actions, one of which is never allowed, and a tank with a box."""
+
+    def __init__(self):
+        observation = {
+            "scouts": {"place": Array((2,)), "action_mask": Array((4,), torch.bool)},
+            "tank": Array((3,)),
+        }
+        action = {"scouts": Discrete(4), "tank": Box((2,), -1.0, 1.0)}
+        self.spec = EnvSpec("squad", observation, action, 6, groups={"scouts": 3, "tank": 1})
+
+    def reset(self, keys):
+        return random.uniform(keys, 6).reshape(-1, 3, 2)
+
+    def transition(self, state, action, keys):
+        state = state + action["scouts"][..., None] + action["tank"]
+        return state, {"scouts": state[..., 0], "tank": state.sum((1, 2))[:, None]}, state[:, 0, 0] > 9
+
+    def observe(self, state):
+        mask = torch.tensor([True, True, False, True], device=state.device).expand(*state.shape[:2], 4)
+        return {"scouts": {"place": state, "action_mask": mask}, "tank": state[:, :1, :1].expand(-1, -1, 3).clone()}
+
+
+def extras(timestep, **changes):
+    return timestep._replace(extras={**timestep.extras, **changes})
+
+
+def at(where, /, **changes):
+    """Sets fields where a timestep has this step type."""
+
+    def change(t):
+        rows = t.step_type == where
+        return t._replace(**{k: getattr(t, k).masked_fill(rows, v) for k, v in changes.items()})
+
+    return change
+
+
+def only_sometimes(timestep):
+    return extras(timestep, bonus=timestep.reward) if (timestep.step_type == LAST).any() else timestep
+
+
+BROKEN_TIMESTEPS = {
+    "step_type must be a torch.int32 tensor": lambda t: t._replace(step_type=t.step_type.long()),
+    "step_type must be FIRST, MID or LAST": at(MID, step_type=7),
+    "reward must be a torch.float32 tensor of shape [8]; it is torch.float64": lambda t: t._replace(
+        reward=t.reward.double()
+    ),
+    "discount must be a torch.float32 tensor of shape [8]": lambda t: t._replace(discount=t.discount[:, None]),
+    "reward must be finite": at(MID, reward=float("nan")),
+    "discount must be in [0, 1]": at(MID, discount=1.1),
+    "observation must be a dict with the keys of its spec, ['place']": lambda t: t._replace(
+        observation=t.observation["place"]
+    ),
+    "observation['place'] must be a torch.float32 tensor of shape [8, 1]": lambda t: t._replace(
+        observation={"place": t.observation["place"][:, 0]}
+    ),
+    "observation['place'] must lie within [-9.0, 9.0]": lambda t: t._replace(
+        observation={"place": t.observation["place"] + 20}
+    ),
+    "observation['place'] must be finite": lambda t: t._replace(observation={"place": t.observation["place"] / 0}),
+    "extras must be a dict that holds at least raw_reward and game_over": lambda t: t._replace(extras={}),
+    "extras['raw_reward'] must be a torch.float32 tensor": lambda t: extras(t, raw_reward=t.step_type),
+    "extras['raw_reward'] must be 0 at FIRST": lambda t: extras(t, raw_reward=t.reward + 1),
+    "extras['game_over'] must be a torch.bool tensor": lambda t: extras(t, game_over=t.step_type),
+    "extras['game_over'] may be True only at LAST": lambda t: extras(t, game_over=t.step_type > FIRST),
+    "extras['speed'] must be a tensor with the B axis first": lambda t: extras(t, speed=torch.zeros(())),
+    "The timestep must have the same names and structure at every step": only_sometimes,
+    "init() must return FIRST for every environment": at(FIRST, step_type=MID),
+    "reward must be 0 at FIRST": at(FIRST, reward=1.0),
+    "discount must be 1 at FIRST": at(FIRST, discount=0.5),
+    "step() must return LAST where the discount is 0": at(MID, discount=0.0),
+    "LAST with discount 1 means truncation, which comes only after spec.max_episode_steps=5": at(LAST, discount=1.0),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN_TIMESTEPS)
+def test_a_broken_timestep_is_named(rule):
+    with pytest.raises(ContractError, match=re.escape(rule)):
+        check_env(Broken(BROKEN_TIMESTEPS[rule]), compile=False)
+
+
+class NoAutoReset(Walk):
+    def step(self, state, action, keys):
+        inner, count, was_last = state
+        return super().step((inner, count, torch.zeros_like(was_last)), action, keys)
+
+
+class ResetsAtOnce(Walk):
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        first = torch.where(timestep.step_type == MID, FIRST, timestep.step_type)
+        return state, timestep._replace(step_type=first, reward=timestep.reward * 0)
+
+
+class NeverTruncates(Walk):
+    def step(self, state, action, keys):
+        inner, count, was_last = state
+        return super().step((inner, torch.zeros_like(count), was_last), action, keys)
+
+
+class Untimed(Walk):
+    def __init__(self):
+        super().__init__()
+        self.spec = EnvSpec("walk", self.spec.observation, self.spec.action)
+
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        return state, timestep._replace(discount=torch.ones_like(timestep.discount))
+
+
+class WritesState(Walk):
+    def transition(self, state, action, keys):
+        return super().transition(state.add_(0.1), action, keys)
+
+
+class ReusesBuffer(HostEnv):
+    """As some host environments do: the observation is always the same memory."""
+
+    def init(self, keys):
+        state, timestep = super().init(keys)
+        self.buffer = timestep.observation["place"].clone()
+        return state, timestep._replace(observation={"place": self.buffer})
+
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        self.buffer.copy_(timestep.observation["place"])
+        return state, timestep._replace(observation={"place": self.buffer})
+
+
+class GlobalGenerator(Walk):
+    def transition(self, state, action, keys):
+        return super().transition(state + 0.01 * torch.rand_like(state), action, keys)
+
+
+class RandomInit(Walk):
+    def reset(self, keys):
+        return torch.rand(keys.shape[0], 1)
+
+
+class Counts(Walk):
+    calls = 0
+
+    def transition(self, state, action, keys):
+        self.calls += 1
+        return super().transition(state + 0.001 * self.calls, action, keys)
+
+
+class MixesRows(Walk):
+    def transition(self, state, action, keys):
+        state, reward, terminated = super().transition(state, action, keys)
+        return state, reward - reward.mean(), terminated
+
+
+class KnowsItsRow(Walk):
+    def reset(self, keys):
+        return super().reset(keys) + 0.01 * torch.arange(keys.shape[0])[:, None]
+
+
+class ResetTakesAction(Walk):
+    def step(self, state, action, keys):
+        was_last = state[2]
+        state, timestep = super().step(state, action, keys)
+        place = timestep.observation["place"] + was_last[:, None] * 0.1 * action
+        return state, timestep._replace(observation={"place": place})
+
+
+class NotDifferentiable(Walk):
+    def transition(self, state, action, keys):
+        return super().transition(state.detach(), action.detach(), keys)
+
+
+class InfiniteGradient(Walk):
+    def transition(self, state, action, keys):
+        moved, reward, terminated = super().transition(state, action, keys)
+        return moved, reward + (action[:, 0] * 0).sqrt(), terminated
+
+
+class NotVmappable(Walk):
+    def transition(self, state, action, keys):
+        if state.sum() > 1000:
+            state = state * 0
+        return super().transition(state, action, keys)
+
+
+class NotCapturable(Walk):
+    traits = Traits(vmappable=False)
+
+    def transition(self, state, action, keys):
+        if state.sum().item() > 1000:
+            state = state * 0
+        return super().transition(state, action, keys)
+
+
+class Recompiles(Walk):
+    """A state whose memory layout changes from init to step."""
+
+    def reset(self, keys):
+        return random.uniform(keys, 2, -1.0, 1.0).T.contiguous().T[:, :1]
+
+
+class StateWithoutBatch(Walk):
+    def init(self, keys):
+        state, timestep = super().init(keys)
+        return (*state[:2], torch.zeros(())), timestep
+
+
+class StateGrows(Walk):
+    def step(self, state, action, keys):
+        (inner, count, was_last), timestep = super().step(state, action, keys)
+        return (inner.double(), count, was_last), timestep
+
+
+class HostWithState(HostEnv):
+    def init(self, keys):  # pyright: ignore[reportIncompatibleMethodOverride]  # that is the point
+        _, timestep = super().init(keys)
+        return keys, timestep
+
+
+class ReturnsTimestepAlone(Walk):
+    def step(self, state, action, keys):  # pyright: ignore[reportIncompatibleMethodOverride]  # that is the point
+        return super().step(state, action, keys)[1]
+
+
+class NoTraits(Walk):
+    traits = None
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (NoAutoReset, "step() must return FIRST after LAST."),
+        (ResetsAtOnce, "step() must return FIRST only after LAST."),
+        (NeverTruncates, "step() must return LAST after spec.max_episode_steps=5 steps, with discount 1"),
+        (Untimed, "LAST with discount 1 means truncation, and spec.max_episode_steps is None"),
+        (WritesState, "step() must not modify its arguments; it changed (state, action, keys)[0][0]."),
+        (lambda: ReusesBuffer(Walk()), "step() must return new tensors; it wrote into timestep.observation['place']"),
+        (GlobalGenerator, "step() must be a function of state, action and keys; two equal calls differ in"),
+        (RandomInit, "init() must be a function of its keys; two equal calls differ in"),
+        (Counts, "step() must be a function of state, action and keys; two equal calls differ in"),
+        (MixesRows, "step(): rows must be independent: permuting and leaving out environments changed"),
+        (KnowsItsRow, "init(): rows must be independent: permuting and leaving out environments changed"),
+        (ResetTakesAction, "step() must ignore the action after LAST; it changed"),
+        (NotDifferentiable, "The trait `differentiable` promises gradients from reward and observation to state"),
+        (InfiniteGradient, "state and action; they are not finite."),
+        (NotVmappable, "The trait `vmappable` promises that torch.vmap(env.step) works; it raised"),
+        (StateWithoutBatch, "state[2] must be a tensor with the B axis first"),
+        (StateGrows, "state[0] must keep its shape and dtype"),
+        (lambda: HostWithState(Walk()), "An environment without the trait `pure` must return None as state."),
+        (ReturnsTimestepAlone, "step() must return (state, TimeStep)."),
+        (NoTraits, "env.traits must be of Traits; it is None."),
+    ],
+)
+def test_a_broken_environment_is_named(make, rule):
+    with pytest.raises(ContractError, match=re.escape(rule)):
+        check_env(make(), compile=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (NotCapturable, "The trait `capturable` promises that the compiled step works; it raised"),
+        (Recompiles, "The trait `capturable` promises that the compiled step works; it raised RecompilationError"),
+    ],
+)
+def test_an_environment_that_does_not_compile_is_named(make, rule):
+    with pytest.raises(ContractError, match=re.escape(rule)):
+        check_env(make())
+
+
+def broken_squad(change):
+    class BrokenSquad(Squad):
+        def observe(self, state):
+            return change(super().observe(state))
+
+    return BrokenSquad()
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda o: {"tank": o["tank"]}, "observation must be a dict with one entry per group, ['scouts', 'tank']"),
+        (
+            lambda o: {**o, "scouts": {**o["scouts"], "place": o["scouts"]["place"][:, 0]}},
+            "observation['scouts']['place'] must be a torch.float32 tensor of shape [8, 3, 2]",
+        ),
+        (
+            lambda o: {**o, "scouts": {**o["scouts"], "action_mask": o["scouts"]["action_mask"].int()}},
+            "observation['scouts']['action_mask'] must be a torch.bool tensor",
+        ),
+        (
+            lambda o: {**o, "scouts": {**o["scouts"], "action_mask": o["scouts"]["action_mask"] & False}},
+            "observation['scouts']['action_mask'] must allow at least one action in every row",
+        ),
+    ],
+)
+def test_a_broken_group_is_named(change, rule):
+    with pytest.raises(ContractError, match=re.escape(rule)):
+        check_env(broken_squad(change), compile=False)
+
+
+def test_rewards_of_groups_need_every_group():
+    class OneReward(Squad):
+        def step(self, state, action, keys):
+            state, timestep = super().step(state, action, keys)
+            return state, timestep._replace(reward={"scouts": timestep.reward["scouts"]})
+
+    with pytest.raises(ContractError, match="reward must be a dict with one entry per group"):
+        check_env(OneReward(), compile=False)
+
+
+def test_specs_of_groups_need_every_group():
+    env = Squad()
+    env.spec = EnvSpec("squad", env.spec.observation, Discrete(4), 6, groups={"scouts": 3, "tank": 1})
+    with pytest.raises(ContractError, match="spec.action must be a dict with one entry per group"):
+        check_env(env, compile=False)
+
+
+def test_random_actions_obey_the_mask():
+    class Strict(Squad):
+        def transition(self, state, action, keys):
+            assert not (action["scouts"] == 2).any()
+            assert action["tank"].abs().max() <= 1
+            return super().transition(state, action, keys)
+
+    env = Strict()
+    env.traits = Traits(vmappable=False)
+    check_env(env, compile=False)
+
+
+def test_environments_that_keep_the_contract_pass():
+    check_env(Walk())
+    check_env(Squad())
+    for env in (Walk(), Squad()):
+        host = HostEnv(env)
+        assert host.traits == HOST
+        check_env(host)
+
+
+@pytest.mark.parametrize("name", probes.LADDER)
+def test_probes_keep_the_contract(name):
+    check_env(probes.LADDER[name](), compile=False)
+
+
+def test_one_environment_is_too_few():
+    with pytest.raises(ValueError, match="num_envs=1 is too small"):
+        check_env(Walk(), num_envs=1)

@@ -1,0 +1,350 @@
+"""Where the numbers of a run go: metrics.jsonl always, the console and TensorBoard if wanted.
+
+A row is a dict with at least `iteration` and `env_steps`; a value is a number, or in a population a list with one
+number per member. NaN says that there is nothing to report, e.g. the return when no episode ended. Timings have names
+that `is_timing` recognises; all other values of two runs with one seed on one machine are equal.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+Row = Mapping[str, float | int | list[float]]
+
+METRICS_FILE = "metrics.jsonl"
+_RATE_WINDOW_S = 30.0
+_BAR_WIDTH = 8
+
+
+class Sink(Protocol):
+    """Something that takes rows."""
+
+    def write(self, row: Row) -> None:
+        """Takes one row."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left. No row follows."""
+        ...
+
+
+class Logger:
+    """Hands every row to metrics.jsonl of the run folder and to all other sinks.
+
+    Args:
+      run_dir: the run folder; made if it does not exist.
+      sinks: where rows go beside metrics.jsonl. The logger closes them.
+      resume_at: the iteration that the run goes on from: later rows are dropped. None for a new run.
+
+    Raises:
+      FileExistsError: if a new run would write into the metrics of an old one.
+      ValueError: if the metrics to resume from are damaged.
+      OSError: if the folder cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, *, sinks: Sequence[Sink] = (), resume_at: int | None = None) -> None:
+        self._sinks: tuple[Sink, ...] = (JsonlSink(run_dir, resume_at=resume_at), *sinks)
+
+    def write(self, row: dict[str, float | int | list[float]]) -> None:
+        """Writes one row."""
+        assert "iteration" in row and "env_steps" in row, f"a row needs iteration and env_steps, not just {list(row)}"
+        for sink in self._sinks:
+            sink.write(row)
+
+    def close(self) -> None:
+        """Closes every sink, also when one of them fails."""
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonlSink:
+    """One JSON object per line. What is not finite becomes null, for JSON has neither NaN nor infinity.
+
+    Each row is one write to the operating system, so a killed process loses at most the line that it was writing.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_at: int | None = None) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        with self._writable():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and resume_at is None:
+                raise FileExistsError(
+                    f"{self.path} belongs to an earlier run; go on with it by resume={run_dir}, or choose another "
+                    "folder with run_dir=DIR."
+                )
+            if self.path.exists():
+                self._truncate(resume_at or 0)
+            self._file = open(self.path, "ab", buffering=0)
+
+    def write(self, row: Row) -> None:
+        line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
+        with self._writable():
+            if self._file.write(line) != len(line):
+                raise OSError("only a part of a row was written: is the disk full?")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _truncate(self, iteration: int) -> None:
+        """Drops the rows after an iteration, and a torn last line. The file is always the old or the new one."""
+        kept = [line for line, row in _parse(self.path) if row.get("iteration", 0) <= iteration]
+        temporary = self.path.with_name(METRICS_FILE + ".tmp")
+        with open(temporary, "wb") as file:
+            file.write(b"".join(kept))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+
+    @contextlib.contextmanager
+    def _writable(self):
+        try:
+            yield
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise OSError(
+                f"{self.path} cannot be written ({error.strerror or error}); free some space, or choose another folder "
+                "with run_dir=DIR."
+            ) from error
+
+
+class TensorBoardSink:
+    """Event files in `run_dir/tensorboard`, over `env_steps`. Of a population: the mean, and every member.
+
+    Args:
+      run_dir: the run folder.
+      resume_at: as in `Logger`: what was logged later is hidden.
+
+    Raises:
+      ImportError: if the extra is not installed.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_at: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "logger.tensorboard=true needs TensorBoard: pip install torchpod-rl[tensorboard], or leave it out."
+            ) from error
+        purge_step = None
+        if resume_at is not None:
+            rows = read_metrics(run_dir) if (Path(run_dir) / METRICS_FILE).exists() else []
+            kept = [row["env_steps"] for row in rows if row["iteration"] <= resume_at]
+            purge_step = kept[-1] + 1 if kept else 0
+        self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step)
+
+    def write(self, row: Row) -> None:
+        step = row["env_steps"]
+        for key, value in row.items():
+            if isinstance(value, list):
+                for member, x in enumerate(value):
+                    self._add(f"members/{key}/{member}", x, step)
+                value = _mean(value)
+            if key != "env_steps":
+                self._add(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, tag: str, value: float, step: Any) -> None:
+        if not math.isnan(value):
+            self._writer.add_scalar(tag, value, step)
+
+
+class ConsoleSink:
+    """A progress bar on a terminal, else a plain line every few seconds.
+
+    It shows environment steps, their rate (`env_steps_per_s` of the row, or else measured here), the return (in a
+    population the mean over members and the best one), the losses and the time left.
+
+    Args:
+      total_env_steps: of the whole run.
+      every_s: seconds between two plain lines.
+      console: where to write; standard output if None.
+      clock: the time in seconds.
+    """
+
+    def __init__(
+        self,
+        total_env_steps: int,
+        *,
+        every_s: float = 5.0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._every_s, self._clock = total_env_steps, every_s, clock
+        self._console = console or Console(file=sys.stdout)
+        self._history: collections.deque[tuple[float, int]] = collections.deque()
+        self._shown_at, self._unshown = -math.inf, None
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            # Redrawn by `write`: a thread of its own would compete with training for the cores.
+            columns = (
+                BarColumn(bar_width=_BAR_WIDTH),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[text]}", markup=False),
+            )
+            self._progress = Progress(*columns, console=self._console, auto_refresh=False)
+            self._task = self._progress.add_task("train", total=total_env_steps, text="compiling")
+            self._progress.start()
+
+    def write(self, row: Row) -> None:
+        now, env_steps = self._clock(), int(_number(row["env_steps"]))
+        self._history.append((now, env_steps))
+        while len(self._history) > 2 and now - self._history[1][0] >= _RATE_WINDOW_S:
+            self._history.popleft()
+        self._unshown = row
+        if now - self._shown_at >= (0.1 if self._progress else self._every_s):
+            self._show(row, now)
+
+    def close(self) -> None:
+        if self._unshown is not None:
+            self._show(self._unshown, self._clock())
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _show(self, row: Row, now: float) -> None:
+        self._shown_at, self._unshown = now, None
+        env_steps = int(_number(row["env_steps"]))
+        text = self._text(row, env_steps)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=min(env_steps, self._total), text=text, refresh=True)
+        else:
+            percent = math.floor(100.0 * min(1.0, env_steps / max(self._total, 1)))
+            self._console.print(f"{percent:3d}%  {text}", soft_wrap=True, markup=False, highlight=False)
+
+    def _text(self, row: Row, env_steps: int) -> str:
+        # From the first row on: what came before it is compilation.
+        (then, steps_then), (now, steps_now) = self._history[0], self._history[-1]
+        own_rate = (steps_now - steps_then) / (now - then) if now > then else math.nan
+        shown_rate = _number(row.get("env_steps_per_s", math.nan))
+        shown_rate = own_rate if math.isnan(shown_rate) else shown_rate
+        left_s = max(self._total - env_steps, 0) / own_rate if own_rate > 0 else math.nan
+        head = [
+            f"{_compact(env_steps)}/{_compact(self._total)} env steps",
+            f"{_compact(shown_rate)}/s",
+            f"return {_show_return(row.get('episode_return', math.nan))}",
+        ]
+        losses = [f"{key.replace('_', ' ')} {_show_number(_number(row[key]))}" for key in row if _is_loss(key)]
+        losses.sort(key=lambda text: not text.startswith("loss "))
+        tail = [f"ETA {_show_duration(left_s)}"]
+        # What does not fit beside the bar and the percentage is left out, but never the time left.
+        while losses and self._progress and len("  ".join(head + losses + tail)) > self._console.width - _BAR_WIDTH - 6:
+            losses.pop()
+        return "  ".join(head + losses + tail)
+
+
+def is_timing(key: str) -> bool:
+    """Whether a metric is a time or a rate, and so differs from run to run: `wall_s`, `env_steps_per_s`."""
+    return re.search(r"_s$|(^|_)per_s(_|$)", key) is not None
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All rows of a run; null becomes NaN, and a torn last line is left out.
+
+    Raises:
+      FileNotFoundError: if the folder has no metrics.
+      ValueError: if a line is damaged.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{run_dir} has no {METRICS_FILE}; expected a run folder, as torchpod train makes them: "
+            "runs/<experiment>/<time>-seed<k>."
+        )
+    return [{key: _nan(value) for key, value in row.items()} for _, row in _parse(path)]
+
+
+def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Lines, each with its newline, and what they say."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError
+        except ValueError:
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"line {number} of {path} is damaged: expected a JSON object, found {line[:40]!r}; remove that line, "
+                "or move the file away to go on without the metrics so far."
+            ) from None
+        if line.endswith(b"\n"):  # A last line without its end may be half a number.
+            rows.append((line, row))
+    return rows
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return value if math.isfinite(value) else None
+
+
+def _nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_nan(x) for x in value]
+    return math.nan if value is None else value
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of what is not NaN."""
+    known = [x for x in values if not math.isnan(x)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _number(value: float | int | list[float]) -> float:
+    return _mean(value) if isinstance(value, list) else value
+
+
+def _is_loss(key: str) -> bool:
+    return key == "loss" or key.endswith("_loss")
+
+
+def _show_return(value: float | int | list[float]) -> str:
+    best = max((x for x in value if not math.isnan(x)), default=math.nan) if isinstance(value, list) else math.nan
+    return _show_number(_number(value)) + ("" if math.isnan(best) else f" (best {_show_number(best)})")
+
+
+def _show_number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4g}"
+
+
+def _compact(value: float) -> str:
+    """12, 1.23k, 61.4k, 500k, 1.25M."""
+    if math.isnan(value):
+        return "-"
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}" if value < 999.5 * scale else f"{value / scale:.0f}{unit}"
+    return f"{value:.0f}"
+
+
+def _show_duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "-"
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
