@@ -26,7 +26,7 @@ class PPOConfig:
     hidden: tuple[int, ...] = (64, 64)
     activation: str = "tanh"
     channels: tuple[int, ...] = (16,)
-    """Of the CNN; used for observations `[H, W, C]`."""
+    """Of the CNN for observations `[H, W, C]`, one 3x3 layer each; empty: flatten them for the MLP."""
     recurrent: int = 0
     """Units of a GRU between encoder and heads; 0 for none."""
     shared: bool = False

@@ -1,4 +1,26 @@
-"""Benchmarks: `torchpod bench SUITE`."""
+"""Benchmarks: `torchpod bench SUITE`. Each suite is a module with `main(json_path, **knobs) -> exit status`."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
 
 if __name__ == "bench":
     raise ImportError("import torchpod.bench, not bench")
+
+# Suite -> module of this package; read when it is asked for, so that one suite never needs what another imports.
+SUITES = {"anakin": "anakin"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `torchpod bench SUITE [--json FILE] [--quick]` or `torchpod bench report`; returns the exit status.
+
+    The status is 1 if a peer was slower than its stated figure or the two sides did unequal work.
+    """
+    parser = argparse.ArgumentParser(prog="torchpod bench", description="Runs one suite of benchmarks.")
+    parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
+    parser.add_argument("--json", metavar="FILE", help="write the rows here instead of bench/results/")
+    parser.add_argument("--quick", action="store_true", help="one size, two short rounds: does it work at all?")
+    args = parser.parse_args(argv)
+    if args.suite == "report":
+        return importlib.import_module(f"{__name__}.report").main()
+    return importlib.import_module(f"{__name__}.{SUITES[args.suite]}").main(args.json, quick=args.quick)

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -258,9 +259,10 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
     if not Path(path).is_file():
         raise ConfigError(f"{group}={name}: there is no file {path}; give the path from where you are, or in full.")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"_torchpod_user_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
     spec.loader.exec_module(module)
     if not hasattr(module, attribute):
         public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]

@@ -33,7 +33,8 @@ class TimeStep(NamedTuple):
     observation: Tree
     """`[B, ...]`. A dict may hold an `action_mask` `[B, A]` bool (True = allowed)."""
     extras: dict[str, Tree]
-    """A fixed dict, at least `raw_reward` `[B]` (before clipping) and `game_over` `[B]` bool (before episodic life)."""
+    """A fixed dict, at least `raw_reward` `[B]` (before clipping) and `game_over` `[B]` bool (before episodic life).
+    Groups whose agents can die add `alive`, `{group: [B, N]}` bool."""
 
 
 class ActorOutput(NamedTuple):

@@ -141,9 +141,7 @@ def adam_step(params: Params, opt: Adam, grads: Params, total_iterations: int) -
     mu = jax.tree.map(lambda m, g: ADAM_B1 * m + (1 - ADAM_B1) * g, opt.mu, grads)
     nu = jax.tree.map(lambda v, g: ADAM_B2 * v + (1 - ADAM_B2) * g * g, opt.nu, grads)
     mu_scale, nu_scale = 1 / (1 - ADAM_B1**count), 1 / (1 - ADAM_B2**count)
-    params = jax.tree.map(
-        lambda p, m, v: p - rate * m * mu_scale / (jnp.sqrt(v * nu_scale) + ADAM_EPS), params, mu, nu
-    )
+    params = jax.tree.map(lambda p, m, v: p - rate * m * mu_scale / (jnp.sqrt(v * nu_scale) + ADAM_EPS), params, mu, nu)
     return params, Adam(mu, nu, count)
 
 
@@ -184,7 +182,10 @@ def init_carry(seed: int, num_envs: int) -> Carry:
     params = init_params(params_key)
     zeros = partial(jax.tree.map, jnp.zeros_like)
     return Carry(
-        params, Adam(zeros(params), zeros(params), jnp.int32(0)), jax.vmap(reset)(jax.random.split(env_key, num_envs)), key
+        params,
+        Adam(zeros(params), zeros(params), jnp.int32(0)),
+        jax.vmap(reset)(jax.random.split(env_key, num_envs)),
+        key,
     )
 
 
@@ -221,7 +222,9 @@ def rollout(carry: Carry) -> tuple[Carry, Transition, Episodes]:
         return (state, key), Transition(observation, action, log_prob, value, reward, done, finished_return)
 
     (state, key), trajectory = lax.scan(body, (carry.env_state, carry.key), None, UNROLL_LENGTH)
-    episodes = Episodes(jnp.sum(trajectory.done * trajectory.finished_return), jnp.sum(trajectory.done, dtype=jnp.float32))
+    episodes = Episodes(
+        jnp.sum(trajectory.done * trajectory.finished_return), jnp.sum(trajectory.done, dtype=jnp.float32)
+    )
     return carry._replace(env_state=state, key=key), trajectory, episodes
 
 

@@ -60,6 +60,8 @@ class CNN(nn.Module):
 class Encoder(nn.Module):
     """Picks the network that fits an observation spec: CNN for `[H, W, C]`, else an MLP on everything flattened.
 
+    Without `channels` images are flattened too.
+
     A dict observation is flattened and concatenated in the order of its keys, without its `action_mask`.
     """
 
@@ -68,7 +70,7 @@ class Encoder(nn.Module):
         self.names = [k for k in sorted(spec) if k != "action_mask"] if isinstance(spec, dict) else None
         leaves = [spec[k] for k in self.names] if self.names is not None else [spec]
         self.event_dims = [len(leaf.shape) for leaf in leaves]
-        self.is_image = len(leaves) == 1 and len(leaves[0].shape) == 3
+        self.is_image = len(leaves) == 1 and len(leaves[0].shape) == 3 and len(channels) > 0
         if self.is_image:
             self.net: CNN | MLP = CNN(leaves[0].shape, channels, hidden[-1])
         else:

@@ -1,0 +1,149 @@
+"""Suite `anakin`: PPO on CartPole-v1, torchpod beside JAX on one core, in the same run.
+
+    torchpod bench anakin [--json FILE] [--quick]
+
+Time is a budget: environment only, + policy, + update; compile time cold and warm beside it. Read harness.py first.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchpod.bench import harness
+from torchpod.bench.harness import Figures, Measurement, Row, RowMaker, Worker, WorkerError
+
+NUM_ENVS = (4, 64, 1024, 4096)
+WORK = {"env_only": "env_only_cartpole", "policy": "env_policy_cartpole", "update": "ppo_cartpole"}
+UNROLL_LENGTH = 128
+# Environment steps of one timed call: about a second of it.
+STEPS_PER_CALL = {"env_only": 8_000_000, "policy": 2_000_000, "update": 250_000}
+# Iterations before timing in the first round of `update`, so that the returns of both sides say whether they learn.
+LEARN_ITERATIONS = {4: 1000, 64: 240, 1024: 60, 4096: 24}
+
+# JAX on one core of an AMD EPYC with AVX-512: the figures that the project set itself as its peer's floor. They are
+# scaled by the first product of calibrate.py, 95.1 GFLOP/s on one core of an AMD EPYC of family 25, model 17 (Zen 4).
+FIGURES = Figures("2048x64x64", 95.1, {4: 250_000, 64: 289_000, 1024: 230_000, 4096: 211_000})
+
+
+def main(
+    json_path: str | None = None,
+    *,
+    quick: bool = False,
+    num_envs: Sequence[int] = NUM_ENVS,
+    modes: Sequence[str] = tuple(WORK),
+    rounds: int = 3,
+    repeats: int = 3,
+    core: int | None = None,
+    workers: tuple[Worker, Worker] | None = None,
+    figures: Figures = FIGURES,
+) -> int:
+    """Measures, writes the result file, prints the rows.
+
+    Args:
+      json_path: where the rows go; None for bench/results/.
+      quick: one size (1024) and two rounds of one call: whether everything works, not how fast it is.
+      num_envs: sizes.
+      modes: any of "env_only", "policy", "update".
+      rounds: times that each side runs, in turn; the first compiles cold.
+      repeats: timed calls in a round.
+      core: the core that both sides are pinned to; None for the last one.
+      workers: torchpod's and the peer's; None for the real ones.
+      figures: what the peer is known to reach.
+
+    Returns:
+      0, or 1 if the peer was below its figure, the work was unequal or torchpod's own side failed.
+    """
+    if quick:
+        num_envs, rounds, repeats = (1024,), 2, 1
+    if core is None:
+        core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    ours, peer = workers or default_workers()
+    load_average = os.getloadavg()
+    calibrations = [harness.calibrate(core)]
+    make, rows, failures = RowMaker(), [], []
+
+    for n in num_envs:
+        for mode in modes:
+            with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+                arguments = [
+                    case_arguments(n, mode, repeats, learn=i == 0 and not quick, seed=i) for i in range(rounds)
+                ]
+                results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
+            a, b = results[ours.name], results[peer.name]
+            rows.append(make.rate(f"{WORK[mode]}/{n}", a, b, peer_name=peer.name))
+            print(describe(rows[-1]), flush=True)
+            if mode == "update":
+                rows += compile_rows(make, n, a, b, peer.name)
+                for row in rows[-2:]:
+                    print(describe(row), flush=True)
+            if isinstance(a, WorkerError):
+                failures.append(f"{WORK[mode]}/{n}: {a}")
+            elif isinstance(b, list):
+                failures += [problem for x, y in zip(a, b, strict=True) for problem in harness.unequal_work(x, y)]
+        calibrations.append(harness.calibrate(core))
+
+    calibration = {product: statistics.median(c[product] for c in calibrations) for product in calibrations[0]}
+    for row in rows:
+        work, _, n = row.name.partition("/")
+        if work == WORK["update"] and row.peer is not None:
+            failures += filter(None, [harness.below_figure(int(n), row.peer["value"], figures, calibration)])
+    failures = list(dict.fromkeys(failures))
+    path = harness.write_results(
+        "anakin",
+        rows,
+        failures=failures,
+        calibration=calibration,
+        load_average=load_average,
+        json_path=json_path,
+        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},
+    )
+    print(f"{len(rows)} rows in {path}")
+    for failure in failures:
+        print(f"torchpod bench: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def default_workers() -> tuple[Worker, Worker]:
+    """Torchpod in this Python, JAX in that of `.venv-peers`."""
+    python, missing = harness.peers_python()
+    driver = str(harness.ROOT / "bench" / "peers" / "jax_ppo.py")
+    return (
+        Worker("torchpod", (sys.executable, "-m", "torchpod.bench.anakin_worker")),
+        Worker("jax", (python, driver), missing=missing),
+    )
+
+
+def case_arguments(num_envs: int, mode: str, repeats: int, *, learn: bool, seed: int) -> list[str]:
+    """The arguments of one run of a worker; the same for both sides."""
+    iterations = max(1, STEPS_PER_CALL[mode] // (UNROLL_LENGTH * num_envs))
+    arguments = ["--num-envs", num_envs, "--mode", mode, "--iterations", iterations, "--repeats", repeats]
+    if learn and mode == "update":
+        arguments += ["--warmup", LEARN_ITERATIONS.get(num_envs, 0)]
+    return [str(x) for x in (*arguments, "--seed", seed, "--json")]
+
+
+def compile_rows(
+    make: RowMaker,
+    num_envs: int,
+    ours: list[Measurement] | WorkerError,
+    peer: list[Measurement] | WorkerError,
+    peer_name: str,
+) -> list[Row]:
+    """Seconds to compile the whole of PPO: the first round had empty caches, the others full ones."""
+    work, rows = WORK["update"], []
+    for kind, part in (("cold", slice(0, 1)), ("warm", slice(1, None))):
+        a, b = (side if isinstance(side, WorkerError) else side[part] for side in (ours, peer))
+        rows.append(make.compile_time(f"compile_{kind}_{work}/{num_envs}", a, b, peer_name=peer_name))
+    return rows
+
+
+def describe(row: Row) -> str:
+    """One line for the terminal."""
+    number = lambda x: "-" if x is None else f"{x:,.0f}" if row.unit != "s" else f"{x:.1f}"  # noqa: E731
+    peer = "" if row.peer is None else f"  {row.peer['name']} {number(row.peer['value'])}"
+    ratio = ""
+    if row.ratio is not None and row.interval is not None:
+        ratio = f"  ratio {row.ratio:.2f} [{row.interval[0]:.2f}, {row.interval[1]:.2f}]"
+    return f"{row.name:32s} {number(row.value):>12s} {row.unit}{peer}{ratio}{'  ' + row.note if row.note else ''}"

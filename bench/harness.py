@@ -1,0 +1,427 @@
+"""The frame of every suite: workers measured in turn on the same core, rows with spread, checks, one JSON file.
+
+A worker is a command that measures one case in a process of its own and prints one JSON line, a `Measurement`.
+`interleave` runs the workers A B A B, pinned to one core, one at a time; the first round of each starts with empty
+compile caches and the later ones with full ones, so that compile time comes cold and warm. Ratios are taken within a
+round, so that load which comes and goes hits both sides. Read anakin.py next.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
+
+from torchpod.run import commit, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+FORMAT = 1
+
+# A JAX row must reach this share of its scaled figure. 0.9 leaves room for noise, not for a bad driver.
+FLOOR_SHARE = 0.9
+# Learning curves of two seeds differ; of two different algorithms they differ more.
+RETURN_SHARE = 0.6
+# A worker that got less of its core than this was not alone on it.
+QUIET_CPU_SHARE = 0.95
+
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+EQUAL_WORK = (
+    "mode",
+    "num_envs",
+    "unroll_length",
+    "epochs",
+    "minibatches",
+    "batch_rows",
+    "param_count",
+    "dtype",
+    "iterations",
+    "total_iterations",
+)
+
+
+class Measurement(TypedDict):
+    """What a worker prints. Rates count environment steps and leave out compilation and warm-up."""
+
+    framework: str
+    mode: str  # env_only | policy | update
+    num_envs: int
+    unroll_length: int
+    epochs: int
+    minibatches: int
+    batch_rows: int  # unroll_length * num_envs
+    param_count: int
+    dtype: str
+    iterations: int  # within one timed call
+    total_iterations: int  # warm-up and timed together; the learning rate falls over these
+    compile_s: float
+    wall_s: list[float]  # of each timed call
+    cpu_s: list[float]
+    env_steps_per_s: dict[str, float]  # median, min, max
+    episode_return: float | None  # mean over the episodes that ended in the last timed call
+    episodes: int
+    threads: dict[str, Any]
+    versions: dict[str, str]
+    load_average: NotRequired[float]  # added by the harness, read just before the worker started
+
+
+class WorkerError(Exception):
+    """A worker is not installed or failed; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One side of a comparison.
+
+    Attributes:
+      name: as it appears in rows, e.g. "jax".
+      command: program and first arguments; `run_worker` appends those of the case.
+      env: more environment variables.
+      missing: why this worker cannot run here, None if it can.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a result file.
+
+    Attributes:
+      name: `<work>/<num_envs>`.
+      value: median over the rounds; None if it could not be measured, `note` says why.
+      repeats: every single value behind it, in the order measured.
+      peer: `{name, value, repeats}` of the other side, None if it could not be measured.
+      ratio: ours over the peer's, the median over the rounds; for seconds, below 1 is better.
+      interval: smallest and largest ratio of a round.
+      cpu_share: CPU time over wall time of the worse side; below 0.95 somebody else had the core.
+      threads: of each side.
+    """
+
+    name: str
+    value: float | None
+    unit: str
+    repeats: list[float]
+    peer: dict[str, Any] | None
+    ratio: float | None
+    interval: tuple[float, float] | None
+    cpu_share: float | None
+    threads: dict[str, Any]
+    hardware: str
+    versions: dict[str, str]
+    commit: str | None
+    note: str = ""
+
+
+# --- The machine ------------------------------------------------------------------------------------------------------
+
+
+def hardware() -> dict[str, Any]:
+    """What ran the benchmark: `name` is short and fit for a file name."""
+    cpu, family, model = platform.machine(), "", ""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        text = cpuinfo.read_text()
+        values = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE))
+        cpu = values.get("model name", cpu)
+        family, model = values.get("cpu family", ""), values.get("model", "")
+    cores = os.cpu_count() or 1
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    words = [cpu, family, model, f"{cores} cores", *([gpu] if gpu else [])]
+    name = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
+    return {"name": name, "cpu": cpu, "cpu_family": family, "cpu_model": model, "cores": cores, "gpu": gpu}
+
+
+def calibrate(core: int | None) -> dict[str, float]:
+    """GFLOP/s of the stated matrix products on `core`: see calibrate.py."""
+    script = str(ROOT / "bench" / "calibrate.py")
+    return json.loads(_run([*_pin(core), sys.executable, script], {}, "calibration", timeout_s=120))
+
+
+def peers_python() -> tuple[str, str | None]:
+    """The Python of `.venv-peers` (or TORCHPOD_PEERS_PYTHON), and why the JAX peers are missing, if they are."""
+    python = os.environ.get("TORCHPOD_PEERS_PYTHON", str(ROOT / ".venv-peers" / "bin" / "python"))
+    if shutil.which(python) is None:
+        return python, f"{python} does not exist: `make bench` creates it"
+    probe = subprocess.run([python, "-c", "import jax"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        return python, f"{python} cannot import jax: {_last_line(probe.stderr)}"
+    return python, None
+
+
+# --- Running workers --------------------------------------------------------------------------------------------------
+
+
+def interleave(
+    workers: Sequence[Worker],
+    arguments: Sequence[Sequence[str]],
+    *,
+    core: int | None,
+    cache_dir: Path,
+    timeout_s: float = 1800.0,
+) -> dict[str, list[Measurement] | WorkerError]:
+    """Runs every worker once per round, in turn.
+
+    Args:
+      workers: the sides, in the order in which they run.
+      arguments: command-line arguments of each round.
+      core: the core that all are pinned to, None for no pinning.
+      cache_dir: compile caches go here, one folder per worker; empty at the first round.
+      timeout_s: of one run.
+
+    Returns:
+      Each worker's measurements by round, or the error that ended its part.
+    """
+    results: dict[str, list[Measurement] | WorkerError] = {worker.name: [] for worker in workers}
+    for round_arguments in arguments:
+        for worker in workers:
+            done = results[worker.name]
+            if isinstance(done, WorkerError):
+                continue
+            try:
+                done.append(run_worker(worker, round_arguments, core=core, cache_dir=cache_dir, timeout_s=timeout_s))
+            except WorkerError as error:
+                results[worker.name] = error
+    return results
+
+
+def run_worker(
+    worker: Worker, arguments: Sequence[str], *, core: int | None, cache_dir: Path, timeout_s: float
+) -> Measurement:
+    """Runs one worker to its end and reads the last JSON line that it prints.
+
+    Raises:
+      WorkerError: if it is missing, failed, ran too long or printed no measurement.
+    """
+    if worker.missing:
+        raise WorkerError(f"{worker.name}: {worker.missing}")
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_dir / worker.name),
+        "TRITON_CACHE_DIR": str(cache_dir / worker.name / "triton"),
+        "JAX_COMPILATION_CACHE_DIR": str(cache_dir / worker.name),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    load = os.getloadavg()[0]
+    command = [*_pin(core), *worker.command, *arguments]
+    output = _run(command, {**ONE_THREAD, **caches, **worker.env}, worker.name, timeout_s=timeout_s)
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise WorkerError(f"{worker.name} printed no measurement: {_last_line(output)}")
+    measurement: Measurement = json.loads(lines[-1])
+    missing = sorted((Measurement.__required_keys__) - measurement.keys())
+    if missing:
+        raise WorkerError(f"{worker.name} printed a measurement without {', '.join(missing)}")
+    measurement["load_average"] = load
+    return measurement
+
+
+def _pin(core: int | None) -> list[str]:
+    return [] if core is None or shutil.which("taskset") is None else ["taskset", "-c", str(core)]
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], name: str, *, timeout_s: float) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **env},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise WorkerError(f"{name} was still running after {timeout_s:.0f} s and was stopped") from None
+    except OSError as error:
+        raise WorkerError(f"{name} could not be started: {error}") from None
+    if done.returncode:
+        raise WorkerError(f"{name} failed (exit status {done.returncode}): {_last_line(done.stderr)}")
+    return done.stdout
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+class RowMaker:
+    """Makes rows that carry this machine, versions and commit."""
+
+    def __init__(self) -> None:
+        self.hardware = hardware()
+        self.versions = versions()
+        self.commit = commit()
+
+    def rate(
+        self,
+        name: str,
+        ours: list[Measurement] | WorkerError,
+        peer: list[Measurement] | WorkerError,
+        *,
+        peer_name: str,
+    ) -> Row:
+        """Environment steps per second: the median of a round's calls, then over the rounds."""
+        return self._row(name, "env_steps/s", ours, peer, peer_name, rates)
+
+    def compile_time(
+        self,
+        name: str,
+        ours: list[Measurement] | WorkerError,
+        peer: list[Measurement] | WorkerError,
+        *,
+        peer_name: str,
+    ) -> Row:
+        """Seconds of tracing and compiling."""
+        return self._row(name, "s", ours, peer, peer_name, lambda m: [m["compile_s"]])
+
+    def _row(
+        self,
+        name: str,
+        unit: str,
+        ours: list[Measurement] | WorkerError,
+        peer: list[Measurement] | WorkerError,
+        peer_name: str,
+        values: Callable[[Measurement], list[float]],
+    ) -> Row:
+        sides = {"torchpod": ours, peer_name: peer}
+        good = {side: ms for side, ms in sides.items() if isinstance(ms, list) and ms}
+        medians = {side: [statistics.median(values(m)) for m in ms] for side, ms in good.items()}
+        single = {side: [value for m in ms for value in values(m)] for side, ms in good.items()}
+        ratios: list[float] = []
+        if len(good) == 2:
+            ratios = [a / b for a, b in zip(medians["torchpod"], medians[peer_name], strict=True)]
+        shares = [sum(m["cpu_s"]) / sum(m["wall_s"]) for ms in good.values() for m in ms]
+        notes = [str(side) for side in sides.values() if isinstance(side, WorkerError)]
+        if shares and min(shares) < QUIET_CPU_SHARE and unit != "s":
+            notes.append(f"not alone on the core: {min(shares):.0%} of it in the worst round")
+        found = dict(self.versions)
+        for ms in good.values():
+            found.update(ms[0]["versions"])
+        return Row(
+            name=name,
+            value=statistics.median(medians["torchpod"]) if "torchpod" in good else None,
+            unit=unit,
+            repeats=single.get("torchpod", []),
+            peer=None
+            if peer_name not in good
+            else {
+                "name": peer_name,
+                "value": statistics.median(medians[peer_name]),
+                "repeats": single[peer_name],
+            },
+            ratio=statistics.median(ratios) if ratios else None,
+            interval=(min(ratios), max(ratios)) if ratios else None,
+            cpu_share=min(shares) if shares else None,
+            threads={side: ms[0]["threads"] for side, ms in good.items()},
+            hardware=self.hardware["name"],
+            versions=found,
+            commit=self.commit,
+            note="; ".join(notes),
+        )
+
+
+def rates(measurement: Measurement) -> list[float]:
+    """Environment steps per second of each timed call."""
+    steps = measurement["iterations"] * measurement["unroll_length"] * measurement["num_envs"]
+    return [steps / wall for wall in measurement["wall_s"]]
+
+
+# --- Checks: each returns sentences, none if all is well --------------------------------------------------------------
+
+
+def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
+    """Whether both sides did the same work, and, where both learned, to comparable returns."""
+    case = f"{peer['mode']}/{peer['num_envs']}"
+    problems = [
+        f"{case}: unequal work: {key} is {ours[key]!r} in {ours['framework']} and {peer[key]!r} in {peer['framework']}."
+        for key in EQUAL_WORK
+        if ours[key] != peer[key]
+    ]
+    a, b = ours["episode_return"], peer["episode_return"]
+    if peer["mode"] == "update" and (a is None or b is None or min(a, b) < RETURN_SHARE * max(a, b)):
+        problems.append(
+            f"{case}: {ours['framework']} learned to a mean return of {a} and {peer['framework']} to {b} in the same"
+            f" number of steps; the smaller must be at least {RETURN_SHARE} of the larger."
+        )
+    return problems
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a peer is known to reach, and how fast the machine was on which it did.
+
+    Attributes:
+      product: the matrix product of calibrate.py that scales the figures.
+      gflops: its rate, on one core of that machine.
+      env_steps_per_s: by num_envs.
+    """
+
+    product: str
+    gflops: float
+    env_steps_per_s: Mapping[int, float]
+
+
+def below_figure(num_envs: int, value: float, figures: Figures, calibration: Mapping[str, float]) -> str | None:
+    """One sentence if a peer was slower than `FLOOR_SHARE` of its figure on a machine of this speed."""
+    if num_envs not in figures.env_steps_per_s:
+        return None
+    scale = calibration[figures.product] / figures.gflops
+    floor = FLOOR_SHARE * scale * figures.env_steps_per_s[num_envs]
+    if value >= floor:
+        return None
+    return (
+        f"The JAX row of {num_envs} environments is {value:,.0f} env steps/s, below {floor:,.0f}"
+        f" ({FLOOR_SHARE} x its figure {figures.env_steps_per_s[num_envs]:,.0f} x {scale:.2f} for this machine's"
+        f" {figures.product} product), so the ratios flatter us: use a quiet machine or repair the driver."
+    )
+
+
+# --- Result files -----------------------------------------------------------------------------------------------------
+
+
+def write_results(
+    suite: str,
+    rows: Sequence[Row],
+    *,
+    failures: Sequence[str],
+    calibration: Mapping[str, float],
+    load_average: Sequence[float],
+    json_path: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes `bench/results/<suite>_<hardware>_<date>.json`, or `json_path`; returns where it lies."""
+    machine = hardware()
+    now = datetime.datetime.now(datetime.UTC)
+    path = Path(json_path) if json_path else RESULTS / f"{suite}_{machine['name']}_{now:%Y-%m-%d-%H%M}.json"
+    document = {
+        "format": FORMAT,
+        "suite": suite,
+        "date": now.isoformat(timespec="seconds"),
+        "hardware": machine,
+        "commit": commit(),
+        "calibration_gflops": dict(calibration),
+        "load_average": list(load_average),
+        "failures": list(failures),
+        **(extra or {}),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path

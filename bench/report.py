@@ -1,0 +1,126 @@
+"""Renders docs/benchmarks.md from bench/results/*.json: `torchpod bench report`. Only what was measured is written.
+
+For each suite and machine: the newest run as a table, what changed since the run before it on the same machine, and
+the history of the ratio by commit.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchpod.bench.harness import FORMAT, RESULTS, ROOT
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+HISTORY_LENGTH = 8
+# A change of the ratio to the peer that is more than noise between two runs on the same machine.
+REGRESSION = 0.1
+
+HEADER = """# Benchmarks
+
+Written by `torchpod bench report` from `bench/results/`; do not edit. A ratio is torchpod over its peer in the same run
+on the same core, with the smallest and the largest of the rounds in brackets: above 1 torchpod is faster, except for
+seconds, where below 1 is. Rates are environment steps per second, without compilation, the median over the rounds.
+"""
+
+
+def main(results: Path = RESULTS, page: Path = PAGE) -> int:
+    """Writes the page; returns 0."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(load(results)))
+    print(f"wrote {page}")
+    return 0
+
+
+def load(results: Path) -> list[dict[str, Any]]:
+    """The result files of this format, oldest first; runs with `--quick` measure nothing and are left out.
+
+    Raises:
+      ValueError: if a file is no result file of this format.
+    """
+    documents = []
+    for path in sorted(results.glob("*.json")):
+        document = json.loads(path.read_text())
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"{path} is no benchmark result of format {FORMAT}; move it out of {results}")
+        if not document.get("quick"):
+            documents.append(document)
+    return sorted(documents, key=lambda document: document["date"])
+
+
+def render(documents: Sequence[Mapping[str, Any]]) -> str:
+    """The page."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for document in documents:
+        groups.setdefault((document["suite"], document["hardware"]["name"]), []).append(document)
+    parts = [HEADER, *(_section(runs) for _, runs in sorted(groups.items()))]
+    if not groups:
+        parts.append("Nothing has been measured yet.\n")
+    return "\n".join(parts)
+
+
+def regressions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """One sentence for each row whose ratio to its peer got worse by more than `REGRESSION`."""
+    old = {row["name"]: row for row in before["rows"]}
+    found = []
+    for row in after["rows"]:
+        was, now = old.get(row["name"], {}).get("ratio"), row["ratio"]
+        if was is None or now is None:
+            continue
+        worse = now / was - 1 if row["unit"] == "s" else 1 - now / was
+        if worse > REGRESSION:
+            found.append(f"{row['name']}: the ratio went from {was:.2f} to {now:.2f} since {before['commit']}.")
+    return found
+
+
+def _section(runs: Sequence[Mapping[str, Any]]) -> str:
+    latest = runs[-1]
+    machine = latest["hardware"]
+    device = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine["gpu"] else "")
+    products = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in latest["calibration_gflops"].items())
+    versions = latest["rows"][0]["versions"] if latest["rows"] else {}
+    lines = [
+        f"## {latest['suite']} on {machine['name']}",
+        "",
+        f"{device}. {latest['date'][:10]}, commit {latest['commit']}, load average {latest['load_average'][0]:.2f};"
+        f" one core multiplies {products}. "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + ".",
+        "",
+        "| row | torchpod | peer | ratio | note |",
+        "|---|--:|--:|--:|---|",
+        *(_line(row) for row in latest["rows"]),
+    ]
+    problems = list(latest["failures"])
+    if len(runs) > 1:
+        problems += regressions(runs[-2], latest)
+    lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []
+    if len(runs) > 1:
+        recent = runs[-HISTORY_LENGTH:]
+        lines += [
+            "",
+            "Ratio by commit:",
+            "",
+            "| row | " + " | ".join(f"{run['commit']} ({run['date'][:10]})" for run in recent) + " |",
+            "|---|" + "--:|" * len(recent),
+        ]
+        for row in latest["rows"]:
+            ratios = [next((r["ratio"] for r in run["rows"] if r["name"] == row["name"]), None) for run in recent]
+            lines.append(f"| {row['name']} | " + " | ".join("-" if r is None else f"{r:.2f}" for r in ratios) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    ratio = "-"
+    if row["ratio"] is not None:
+        low, high = row["interval"]
+        ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+    peer = f"{row['peer']['name']} {_number(row['peer']['value'], row['unit'])}" if row["peer"] else "-"
+    note = row["note"].replace("|", "\\|")
+    return f"| {row['name']} | {_number(row['value'], row['unit'])} | {peer} | {ratio} | {note} |"
+
+
+def _number(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if unit == "s" else f"{value:,.0f}"

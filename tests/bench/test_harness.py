@@ -1,0 +1,172 @@
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from torchpod import bench
+from torchpod.bench import anakin, harness
+from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
+
+# A worker that takes no time: its rate is on its command line, and it tells in a log when it ran.
+FAKE = textwrap.dedent(
+    """
+    import json, os, sys
+    name, rate, params, log, *arguments = sys.argv[1:]
+    options = dict(zip(arguments[::2], arguments[1::2]))
+    num_envs, iterations = int(options["--num-envs"]), int(options["--iterations"])
+    repeats, warmup = int(options["--repeats"]), int(options.get("--warmup", 0))
+    wall = iterations * 128 * num_envs / float(rate)
+    warm = os.path.exists(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], exist_ok=True)
+    with open(log, "a") as file:
+        file.write(f"{name} {options['--mode']} {num_envs}\\n")
+    print("a line that is not JSON")
+    print(json.dumps(dict(
+        framework=name, mode=options["--mode"], num_envs=num_envs, unroll_length=128, epochs=4, minibatches=4,
+        batch_rows=128 * num_envs, param_count=int(params), dtype="float32", iterations=iterations,
+        total_iterations=iterations * (repeats + max(1, -(-warmup // iterations))), compile_s=0.5 if warm else 5.0,
+        wall_s=[wall] * repeats, cpu_s=[wall] * repeats, env_steps_per_s=dict(median=float(rate), min=1.0, max=1.0),
+        episode_return=100.0, episodes=3, threads=dict(cores=len(os.sched_getaffinity(0))), versions={name: "1"})))
+    """
+)
+CALIBRATION = {"2048x64x64": 50.0}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes fake workers, and a calibration that costs nothing."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    monkeypatch.setattr(harness, "calibrate", lambda core: CALIBRATION)
+    monkeypatch.setattr(harness, "commit", lambda: "abc1234")
+
+    def make(name: str, rate: float, *, params: int = 9155, missing: str | None = None) -> Worker:
+        command = (sys.executable, "-S", str(script), name, str(rate), str(params), str(tmp_path / "log"))
+        return Worker(name, command, missing=missing)
+
+    return make
+
+
+def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
+    path = tmp_path / "out.json"
+    options = {"num_envs": (64,), "modes": ("update",), "rounds": 2, "repeats": 2, **knobs}
+    figures = Figures("2048x64x64", 100.0, {64: floor})
+    status = anakin.main(str(path), workers=(workers[0], workers[1]), figures=figures, **options)
+    return status, json.loads(path.read_text())
+
+
+def test_a_row_holds_the_ratio_of_torchpod_over_its_peer_with_every_repeat(tmp_path, fake):
+    status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), modes=tuple(anakin.WORK))
+    assert status == 0
+    rows = {row["name"]: row for row in document["rows"]}
+    assert list(rows) == [
+        "env_only_cartpole/64",
+        "env_policy_cartpole/64",
+        "ppo_cartpole/64",
+        "compile_cold_ppo_cartpole/64",
+        "compile_warm_ppo_cartpole/64",
+    ]
+    row = rows["ppo_cartpole/64"]
+    assert row["ratio"] == pytest.approx(1.5) and row["interval"] == pytest.approx([1.5, 1.5])
+    assert row["repeats"] == pytest.approx([3000.0] * 4) and row["peer"]["value"] == pytest.approx(2000.0)
+    assert row["commit"] and row["hardware"] == document["hardware"]["name"] and row["versions"]["jax"] == "1"
+
+
+def test_sides_take_turns_on_one_core_and_only_the_first_round_compiles_cold(tmp_path, fake):
+    core = max(os.sched_getaffinity(0))
+    _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), rounds=3, core=core)
+    assert (tmp_path / "log").read_text().split("\n")[:-1] == ["torchpod update 64", "jax update 64"] * 3
+    rows = {row["name"]: row for row in document["rows"]}
+    assert rows["compile_cold_ppo_cartpole/64"]["repeats"] == [5.0]
+    assert rows["compile_warm_ppo_cartpole/64"]["repeats"] == [0.5, 0.5]
+    assert rows["ppo_cartpole/64"]["threads"]["jax"]["cores"] == 1
+
+
+def test_a_peer_below_its_scaled_figure_fails_the_bench_with_one_sentence(tmp_path, fake, capsys):
+    # This machine multiplies at half the rate, so 0.9 of half the figure is asked for: 2000 >= 0.45 * 4400.
+    assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), floor=4400)[0] == 0
+    status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), floor=4500)
+    assert status == 1 and len(document["failures"]) == 1
+    assert "The JAX row of 64 environments is 2,000 env steps/s, below 2,025" in capsys.readouterr().err
+
+
+def test_unequal_work_fails_the_bench(tmp_path, fake):
+    status, document = run_suite(tmp_path, fake("torchpod", 3000, params=4610), fake("jax", 2000))
+    assert status == 1
+    assert document["failures"] == ["update/64: unequal work: param_count is 4610 in torchpod and 9155 in jax."]
+
+
+def test_a_peer_that_is_not_installed_is_a_row_with_the_reason(tmp_path, fake):
+    jax = fake("jax", 2000, missing=".venv-peers/bin/python does not exist: `make bench` creates it")
+    status, document = run_suite(tmp_path, fake("torchpod", 3000), jax)
+    row = document["rows"][0]
+    assert status == 0 and row["peer"] is None and row["ratio"] is None and row["value"] == pytest.approx(3000)
+    assert "make bench" in row["note"]
+
+
+def test_a_worker_of_ours_that_fails_fails_the_bench_and_keeps_the_peers_row(tmp_path, fake):
+    broken = Worker("torchpod", (sys.executable, "-S", "-c", "raise SystemExit('no such mode')"))
+    status, document = run_suite(tmp_path, broken, fake("jax", 2000))
+    row = document["rows"][0]
+    assert status == 1 and row["value"] is None and row["peer"]["value"] == pytest.approx(2000)
+    assert "torchpod failed (exit status 1): no such mode" in row["note"]
+
+
+def test_a_learner_that_does_not_learn_as_its_peer_does_is_reported(tmp_path, fake):
+    arguments = anakin.case_arguments(64, "update", 1, learn=True, seed=0)
+    m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    assert harness.unequal_work(m, m) == []
+    for episode_return in (50.0, None):
+        slow = {**m, "episode_return": episode_return}
+        assert len(harness.unequal_work(slow, m)) == 1  # type: ignore[arg-type]
+
+
+def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):
+    arguments = anakin.case_arguments(64, "update", 1, learn=False, seed=0)
+    m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    m["cpu_s"] = [0.5 * wall for wall in m["wall_s"]]
+    row = RowMaker().rate("ppo_cartpole/64", [m], [m], peer_name="jax")
+    assert row.cpu_share == pytest.approx(0.5) and "50% of it in the worst round" in row.note
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("print('{}')", "without batch_rows"),
+        ("print('hello')", "printed no measurement: hello"),
+        ("import time; time.sleep(30)", "still running after 0 s"),
+    ],
+)
+def test_a_worker_that_misbehaves_is_named_with_the_reason(tmp_path, code, message):
+    worker = Worker("jax", (sys.executable, "-S", "-c", code))
+    timeout_s = 0.3 if "sleep" in code else 60.0
+    with pytest.raises(WorkerError, match=message):
+        harness.run_worker(worker, [], core=None, cache_dir=tmp_path, timeout_s=timeout_s)
+
+
+def test_missing_peers_are_explained(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHPOD_PEERS_PYTHON", str(tmp_path / "python"))
+    assert "does not exist" in (harness.peers_python()[1] or "")
+    monkeypatch.setenv("TORCHPOD_PEERS_PYTHON", sys.executable)
+    reason = harness.peers_python()[1]
+    assert reason is None or "cannot import jax" in reason
+
+
+def test_results_are_named_after_suite_hardware_and_date(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    path = harness.write_results("anakin", [], failures=[], calibration=CALIBRATION, load_average=(0.0, 0.0, 0.0))
+    assert path.parent == tmp_path
+    assert path.name.startswith(f"anakin_{harness.hardware()['name']}_2")
+
+
+def test_the_calibration_product_is_the_one_that_scales_the_figures():
+    rates = harness.calibrate(None)
+    assert anakin.FIGURES.product in rates and all(rate > 0 for rate in rates.values())
+
+
+def test_an_unknown_suite_is_refused():
+    with pytest.raises(SystemExit):
+        bench.main(["no-such-suite"])

@@ -1,0 +1,72 @@
+import json
+
+import pytest
+
+from torchpod.bench import report
+
+
+def document(date: str, commit: str, ratio: float | None, *, note: str = "", **more) -> dict:
+    row = {
+        "name": "ppo_cartpole/1024",
+        "unit": "env_steps/s",
+        "value": 123456.0,
+        "peer": None if ratio is None else {"name": "jax", "value": 100000.0},
+        "ratio": ratio,
+        "interval": None if ratio is None else [ratio - 0.1, ratio + 0.1],
+        "versions": {"torch": "2.13.0"},
+        "note": note,
+    }
+    return {
+        "format": 1,
+        "suite": "anakin",
+        "date": date,
+        "commit": commit,
+        "hardware": {"name": "some-cpu-2-cores", "cpu": "Some CPU", "cores": 2, "gpu": None},
+        "calibration_gflops": {"2048x64x64": 95.0},
+        "load_average": [0.1, 0.1, 0.1],
+        "failures": [],
+        "rows": [row],
+        **more,
+    }
+
+
+def test_the_page_shows_the_newest_run_with_its_ratio_and_interval():
+    page = report.render(
+        [document("2030-01-01T00:00:00", "aaaaaaa", 1.0), document("2030-01-02T00:00:00", "bbb", 1.23)]
+    )
+    assert "| ppo_cartpole/1024 | 123,456 | jax 100,000 | 1.23 [1.13, 1.33] |  |" in page
+    assert "| ppo_cartpole/1024 | 1.00 | 1.23 |" in page  # the history
+    assert page.count("## anakin on some-cpu-2-cores") == 1
+
+
+def test_a_missing_peer_and_a_failure_are_written_out():
+    failed = document("2030-01-01T00:00:00", "aaa", None, note="jax: not installed", failures=["Too slow."])
+    page = report.render([failed])
+    assert "| ppo_cartpole/1024 | 123,456 | - | - | jax: not installed |" in page
+    assert "- **Too slow.**" in page
+
+
+def test_a_regression_is_named_and_noise_is_not():
+    before = document("2030-01-01T00:00:00", "aaa", 1.0)
+    assert report.regressions(before, document("2030-01-02T00:00:00", "bbb", 0.95)) == []
+    assert report.regressions(before, document("2030-01-02T00:00:00", "bbb", 0.8)) == [
+        "ppo_cartpole/1024: the ratio went from 1.00 to 0.80 since aaa."
+    ]
+    slower = document("2030-01-02T00:00:00", "bbb", 0.8)
+    slower["rows"][0]["unit"] = before["rows"][0]["unit"] = "s"  # fewer seconds are better
+    assert report.regressions(before, slower) == []
+    assert len(report.regressions(slower, before)) == 1
+
+
+def test_main_reads_the_folder_leaves_out_quick_runs_and_refuses_foreign_files(tmp_path):
+    results, page = tmp_path / "results", tmp_path / "docs" / "benchmarks.md"
+    results.mkdir()
+    assert report.main(results, page) == 0 and "Nothing has been measured yet." in page.read_text()
+    (results / "quick.json").write_text(json.dumps(document("2030-01-01T00:00:00", "aaa", 1.0, quick=True)))
+    assert report.load(results) == []
+    (results / "a.json").write_text(json.dumps(document("2030-01-01T00:00:00", "aaa", 1.0)))
+    report.main(results, page)
+    assert "ppo_cartpole/1024" in page.read_text()
+    (results / "b.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"b\.json is no benchmark result"):
+        report.load(results)

@@ -1,0 +1,98 @@
+"""Agents learn: three or more seeds, trained as one population, each of which must reach the goal.
+
+The settings are those of configs/experiment/, so that what is tested is what users run.
+"""
+
+import pytest
+import torch
+
+from torchpod import random
+from torchpod.agent import bind
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin, train
+from torchpod.compile import Compiler
+from torchpod.config import load, make_agent, make_env
+from torchpod.evaluate import evaluate
+from torchpod.learner import LearnerConfig
+from torchpod.rollout import start
+from torchpod.testing.probes import LADDER
+
+
+def final_returns(*overrides: str) -> torch.Tensor:
+    """Trains an experiment and returns the mean greedy return of each member over 100 fresh episodes, `[P]`."""
+    config = load(list(overrides))
+    env = make_env(config.env)
+    compiler = Compiler(config.compile, config.population)
+    anakin = Anakin(
+        make_agent(config.algo, env.spec),
+        env,
+        num_envs=config.num_envs,
+        unroll_length=config.algo.unroll_length,
+        learner=config.algo.learner,
+        num_iterations=config.num_iterations,
+        compiler=compiler,
+    )
+    *_, (_, program) = train(anakin, anakin.init(config.seed), iterations_per_call=8)
+    learner = program.state.learner
+    score = evaluate(
+        anakin.agent,
+        env,
+        learner.params | learner.buffers,
+        random.key(1234),
+        num_episodes=100,
+        compiler=Compiler(False, config.population),
+    )
+    assert score.finished.all()
+    returns = score.returns.reshape(config.population, -1).mean(-1)
+    print(f"{' '.join(overrides)}: {returns.tolist()}")
+    return returns
+
+
+def test_ppo_solves_cartpole_with_every_seed():
+    assert (final_returns("experiment=cartpole", "population=4") >= 475).all()
+
+
+def test_ppo_swings_up_the_pendulum_with_every_seed():
+    assert (final_returns("experiment=pendulum", "population=3") >= -200).all()
+
+
+def test_ppo_catches_with_every_seed():
+    assert (final_returns("experiment=catch", "population=3") >= 0.95).all()
+
+
+def test_a_gru_solves_memory_chain_where_an_mlp_cannot():
+    # Uncompiled: the unrolled GRU takes longer to compile than to train.
+    with_memory = final_returns("experiment=memory_chain", "population=3", "compile=false")
+    without = final_returns(
+        "experiment=memory_chain", "population=3", "compile=false", "algo.agent.recurrent=0", "algo.agent.hidden=[32]"
+    )
+    assert (with_memory >= 0.95).all()
+    assert (without <= 0.3).all()  # chance is 0; the best of 100 episodes a side
+
+
+@pytest.mark.parametrize("probe", LADDER)
+def test_ppo_climbs_the_probe_ladder(probe):
+    env = LADDER[probe]()
+    config = PPOConfig(hidden=(32,), entropy_coefficient=0.0, discount=0.9)
+    anakin = Anakin(
+        lambda: PPO(env.spec, config),
+        env,
+        num_envs=32,
+        unroll_length=16,
+        learner=LearnerConfig(learning_rate=1e-2, num_epochs=4, num_minibatches=2),
+        num_iterations=60,
+        compiler=Compiler(False),
+    )
+    *_, (_, program) = train(anakin, anakin.init(0))
+    learner = program.state.learner
+    policy = anakin.agent
+    observations = torch.tensor(env.observations)[:, None]
+    carry = start(policy, env, random.split(random.key(5), len(observations)))
+    timestep = carry.timestep._replace(observation=observations)
+    from torchpod.agent import bind
+
+    output, _ = bind(policy, learner.params | learner.buffers).act(timestep, (), carry.timestep.step_type[:, None], False)
+    values = output.extras["state_value"]
+    assert torch.allclose(values, torch.tensor(env.values(0.9)), atol=0.1), values
+    if env.best_actions is not None:
+        assert output.action.tolist() == list(env.best_actions)
