@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
@@ -92,19 +93,13 @@ class PPO(Agent):
         """Advantages and value targets; resets get weight 0."""
         t, out = trajectory.timestep, trajectory.output
         v_tm1 = out.extras["state_value"]  # [T, B]
-        last = _at(t.observation, -1)
+        last, observation = (pytree.tree_map(lambda x, i=i: x[i], t.observation) for i in (-1, slice(0, -1)))
         _, bootstrap, _ = self._step(last, t.step_type[-1] == FIRST, trajectory.last_actor_state)
         v_t = torch.cat([v_tm1[1:], bootstrap[None]])
-        advantage = gae(
-            t.reward[1:] * self.reward_scale,
-            t.discount[1:] * self.discount,
-            t.step_type[1:] == LAST,
-            v_tm1,
-            v_t,
-            lambda_=self.gae_lambda,
-        )
+        reward, discount = t.reward[1:] * self.reward_scale, t.discount[1:] * self.discount
+        advantage = gae(reward, discount, t.step_type[1:] == LAST, v_tm1, v_t, lambda_=self.gae_lambda)
         steps = {
-            "observation": _until(t.observation, -1),
+            "observation": observation,
             "first": t.step_type[:-1] == FIRST,
             "action": out.action,
             "action_log_prob": out.extras["action_log_prob"],
@@ -179,11 +174,3 @@ class PPO(Agent):
         if isinstance(spec, Box) and math.isfinite(spec.low) and math.isfinite(spec.high):
             return (spec.high + spec.low) / 2, (spec.high - spec.low) / 2
         return 0.0, 1.0
-
-
-def _at(tree: Tree, index: int) -> Tree:
-    return torch.utils._pytree.tree_map(lambda x: x[index], tree)
-
-
-def _until(tree: Tree, end: int) -> Tree:
-    return torch.utils._pytree.tree_map(lambda x: x[:end], tree)

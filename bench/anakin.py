@@ -22,8 +22,9 @@ STEPS_PER_CALL = {"env_only": 8_000_000, "policy": 2_000_000, "update": 250_000}
 # Iterations before timing in the first round of `update`, so that the returns of both sides say whether they learn.
 LEARN_ITERATIONS = {4: 1000, 64: 240, 1024: 60, 4096: 24}
 
-# JAX on one core of an AMD EPYC with AVX-512: the figures that the project set itself as its peer's floor. They are
-# scaled by the first product of calibrate.py, 95.1 GFLOP/s on one core of an AMD EPYC of family 25, model 17 (Zen 4).
+# JAX on one core of an AMD EPYC with AVX-512. The product that scales them is that of one core of a Zen 4 (family 25,
+# model 17), on which jax_ppo.py reached 150k / 212k / 160k / 143k (other core busy); what the product was where the
+# figures were taken is not known, so on Zen 4 this check fails.
 FIGURES = Figures("2048x64x64", 95.1, {4: 250_000, 64: 289_000, 1024: 230_000, 4096: 211_000})
 
 
@@ -84,7 +85,7 @@ def main(
                 failures += [problem for x, y in zip(a, b, strict=True) for problem in harness.unequal_work(x, y)]
         calibrations.append(harness.calibrate(core))
 
-    calibration = {product: statistics.median(c[product] for c in calibrations) for product in calibrations[0]}
+    calibration = {product: max(c[product] for c in calibrations) for product in calibrations[0]}
     for row in rows:
         work, _, n = row.name.partition("/")
         if work == WORK["update"] and row.peer is not None:

@@ -5,10 +5,28 @@ taskset -c 0 python -m torchpod.bench.anakin_worker --num-envs 1024 --iterations
 
 import argparse
 import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from torchpod import random
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin, AnakinState
 from torchpod.bench.harness import Measurement
+from torchpod.compile import Compiler
+from torchpod.envs.cartpole import CartPole
+from torchpod.graph import Replay
+from torchpod.learner import LearnerConfig
+from torchpod.types import LAST
 
 MODES = ("env_only", "policy", "update")
+UNROLL_LENGTH = 128
 
 
 def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: int = 0, seed: int = 0) -> Measurement:
@@ -27,7 +45,107 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
       The measurement; `compile_s` is everything from the built agent to the end of the first call, less the time of
       a later call.
     """
-    raise NotImplementedError("bench/anakin_worker.py: measure() is not filled in")
+    torch.set_num_threads(1)
+    config, env = LearnerConfig(), CartPole()
+    warmup_calls = max(1, -(-warmup // iterations))
+    total_iterations = iterations * (warmup_calls + repeats)
+    anakin = Anakin(
+        lambda: PPO(env.spec, PPOConfig()),
+        env,
+        num_envs=num_envs,
+        unroll_length=UNROLL_LENGTH,
+        learner=config,
+        num_iterations=total_iterations,
+        compiler=Compiler(True),
+    )
+    state = anakin.init(seed)
+    call = CALLS[mode](anakin, state)
+    wall_s, cpu_s, episodes = [], [], []
+    began, first_s = time.perf_counter(), 0.0
+    for i in range(warmup_calls + repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        sums = torch.stack([call() for _ in range(iterations)]).sum(0).tolist()
+        wall_s.append(time.perf_counter() - wall)
+        cpu_s.append(time.process_time() - cpu)
+        episodes.append(sums)
+        if i == 0:
+            first_s = time.perf_counter() - began
+    compile_s = first_s - min(wall_s[1:])
+    wall_s, cpu_s = wall_s[warmup_calls:], cpu_s[warmup_calls:]
+    rates = [iterations * UNROLL_LENGTH * num_envs / wall for wall in wall_s]
+    count, total_return = episodes[-1][:2]
+    return {
+        "framework": "torchpod",
+        "mode": mode,
+        "num_envs": num_envs,
+        "unroll_length": UNROLL_LENGTH,
+        "epochs": config.num_epochs,
+        "minibatches": config.num_minibatches,
+        "batch_rows": UNROLL_LENGTH * num_envs,
+        "param_count": sum(p.numel() for p in anakin.agent.parameters()),
+        "dtype": "float32",
+        "iterations": iterations,
+        "total_iterations": total_iterations,
+        "compile_s": compile_s,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+        "episode_return": total_return / count if count else None,
+        "episodes": int(count),
+        "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def update_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
+    """All of PPO; the call returns the episode sums of an iteration."""
+    replay: list[Replay] = []
+
+    def call() -> Tensor:
+        if not replay:  # compiles, so it belongs into the first call
+            replay.append(Replay(anakin.iterate, state, capture=False))
+        return replay[0]()["episodes"].clone()
+
+    return call
+
+
+def policy_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
+    """Environment and policy: the rollout with its stored trajectory."""
+    carry = state.carry
+
+    def call() -> Tensor:
+        nonlocal carry
+        carry, trajectory = anakin.rollout(state._replace(carry=carry))
+        over = trajectory.timestep.step_type[1:] == LAST
+        return torch.stack([over.sum(), over.new_zeros((), dtype=torch.int64)]).double()
+
+    return call
+
+
+def env_only_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
+    """The environment with random actions, nothing stored."""
+
+    def step(env_state: Any, count: Tensor, env_keys: Tensor, actor_keys: Tensor) -> tuple[Any, Tensor, Tensor]:
+        count = count + 1
+        action = random.bits(random.at(actor_keys, count), 1)[:, 0] & 1
+        env_state, timestep = anakin.env.step(env_state, action, random.at(env_keys, count))
+        return env_state, count, timestep.reward.sum()
+
+    compiled = Compiler(True)(step)
+    env_state, count = state.carry.env_state, state.carry.step
+
+    def call() -> Tensor:
+        nonlocal env_state, count
+        total = torch.zeros(())
+        for _ in range(UNROLL_LENGTH):
+            env_state, count, reward = compiled(env_state, count, state.env_keys, state.actor_keys)
+            total = total + reward
+        return torch.stack([torch.zeros(()), total]).double()
+
+    return call
+
+
+CALLS = {"env_only": env_only_call, "policy": policy_call, "update": update_call}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torchpod.agent import Agent, variables_of
 from torchpod.compile import Compiler, span
 from torchpod.distributed import Ranks
 from torchpod.env import Env
-from torchpod.episodes import count_episodes
+from torchpod.episodes import count_episodes, mean_metrics
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.rollout import make_step, start, unroll
@@ -156,7 +156,7 @@ class Anakin:
         """One iteration: pure, without a host sync."""
         carry, trajectory = self.rollout(state)
         with span("update"):
-            keys = random.at(state.learner_keys, state.iteration * (self.learner.config.num_epochs + 1))
+            keys = random.at(state.learner_keys, state.iteration * self.learner.counters_per_update)
             learner, metrics = self.learner.update(state.learner, trajectory, keys)
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
         sums = self.ranks.sum(episodes.sums)
@@ -199,21 +199,13 @@ def train(
         count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
         before = pytree.tree_map(torch.clone, replay.state)
         history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
-        metrics = _fetch(history)
+        metrics = mean_metrics(history)
         if not replay.state.learner.healthy.any():
             raise _find_failure(anakin, before, count)
         iteration += count
         env_steps = int(replay.state.env_steps.flatten()[0])
         yield Report(iteration, env_steps, metrics, time.perf_counter() - began, compile_s), replay
         compile_s = 0.0
-
-
-def _fetch(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Metrics of several iterations to the host: means, and over all their episodes. The one sync of a call."""
-    metrics = {name: torch.stack([h[name] for h in history]).mean(0) for name in history[0] if name != "episodes"}
-    count, returns, lengths, _ = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
-    metrics |= {"episodes": count, "episode_return": returns / count, "episode_length": lengths / count}
-    return {name: value.double().cpu() for name, value in metrics.items()}
 
 
 def _find_failure(anakin: Anakin, state: AnakinState, count: int) -> NonFiniteError:

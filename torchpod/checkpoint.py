@@ -3,19 +3,22 @@
 `RUN/checkpoints/<iteration>/` holds `weights.safetensors` (parameters and buffers of the agent), `state-<rank>.pt`
 (everything else, tensors only, loaded with `weights_only=True`) and `meta.json` (format, shapes, sizes and digests).
 A checkpoint is written into a hidden folder and renamed: it is there whole, or not at all.
+
+What a killed process left in hidden folders is ignored, and removed with the next checkpoint.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -30,7 +33,14 @@ class CheckpointError(RuntimeError):
 
 
 def save(
-    run_dir: Path, iteration: int, weights: dict[str, Tensor], state: Tree, meta: dict[str, Any], *, ranks: Ranks, keep: int
+    run_dir: Path,
+    iteration: int,
+    weights: dict[str, Tensor],
+    state: Tree,
+    meta: dict[str, Any],
+    *,
+    ranks: Ranks,
+    keep: int,
 ) -> Path:
     """Writes a checkpoint and removes old ones.
 
@@ -51,21 +61,34 @@ def save(
     """
     final = run_dir / "checkpoints" / f"{iteration:010d}"
     partial = final.with_name(f".partial-{final.name}")
-    partial.mkdir(parents=True, exist_ok=True)
-    _write(partial / f"state-{ranks.rank}.pt", _flatten(state))
-    _barrier(ranks)
-    if ranks.rank == 0:
-        _write_bytes(partial / "weights.safetensors", safetensors.torch.save(_portable(weights)))
-        files = {p.name: _digest(p) for p in sorted(partial.iterdir()) if p.name != "meta.json"}
-        meta = {"format": FORMAT, "iteration": iteration, "world_size": ranks.world_size, "files": files, **meta}
-        _write_bytes(partial / "meta.json", json.dumps(meta, indent=1).encode())
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        _sync_folder(final.parent)
-        for old in all_of(run_dir)[:-keep]:
-            shutil.rmtree(old)
-    _barrier(ranks)
+    try:
+        with writing(final):
+            partial.mkdir(parents=True, exist_ok=True)
+            _write(partial / f"state-{ranks.rank}.pt", _flatten(state))
+        ranks.barrier()
+        if ranks.rank == 0:
+            with writing(final):
+                _write_bytes(partial / "weights.safetensors", safetensors.torch.save(_portable(weights)))
+                names = [*(f"state-{rank}.pt" for rank in range(ranks.world_size)), "weights.safetensors"]
+                files = {name: _digest((partial / name).read_bytes()) for name in names}
+                meta = {
+                    "format": FORMAT,
+                    "iteration": iteration,
+                    "world_size": ranks.world_size,
+                    "files": files,
+                    **meta,
+                }
+                _write_bytes(partial / "meta.json", json.dumps({**meta, "sha256": _digest_of(meta)}, indent=1).encode())
+                if final.exists():
+                    shutil.rmtree(final)
+                os.replace(partial, final)
+                _sync_folder(final.parent)
+                for old in [*all_of(run_dir)[:-keep], *final.parent.glob(".partial-*")]:
+                    shutil.rmtree(old)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk: leave room for what the user does next
+        raise
+    ranks.barrier()
     return final
 
 
@@ -88,14 +111,9 @@ def load(folder: Path, like: Tree, *, ranks: Ranks) -> tuple[dict[str, Tensor], 
         raise CheckpointError(
             f"{folder} was written by {meta['world_size']} rank(s), this run has {ranks.world_size}; start as many."
         )
-    for name, digest in meta["files"].items():
-        if not (folder / name).is_file() or _digest(folder / name) != digest:
-            raise CheckpointError(f"{folder / name} is missing or damaged; resume from another folder in {folder.parent}.")
-    try:
-        weights = safetensors.torch.load_file(folder / "weights.safetensors")
-        flat = torch.load(folder / f"state-{ranks.rank}.pt", map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {str(error).splitlines()[0]}.") from error
+    data = {name: _read(folder, name, digest) for name, digest in meta["files"].items()}
+    weights = safetensors.torch.load(data["weights.safetensors"])
+    flat = torch.load(io.BytesIO(data[f"state-{ranks.rank}.pt"]), map_location="cpu", weights_only=True)
     wanted = _flatten(like)
     for name in sorted(set(wanted) | set(flat)):
         got, want = flat.get(name), wanted.get(name)
@@ -131,19 +149,31 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads((folder / "meta.json").read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint: meta.json is missing or damaged.") from error
+        raise CheckpointError(_damaged(folder / "meta.json")) from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else None
         raise CheckpointError(f"{folder} has checkpoint format {found}, this version reads {FORMAT}.")
+    if meta.pop("sha256", None) != _digest_of(meta):
+        raise CheckpointError(_damaged(folder / "meta.json"))
     return meta
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Parameters and buffers alone, e.g. for evaluation; raises `CheckpointError`."""
-    meta, path = read_meta(folder), folder / "weights.safetensors"
-    if not path.is_file() or _digest(path) != meta["files"].get(path.name):
-        raise CheckpointError(f"{path} is missing or damaged; use another folder in {folder.parent}.")
-    return safetensors.torch.load_file(path)
+    name = "weights.safetensors"
+    return safetensors.torch.load(_read(folder, name, read_meta(folder)["files"][name]))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Says in one sentence what could not be written, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}); free some space, or choose another folder with "
+            "run_dir=DIR."
+        ) from error
 
 
 def _flatten(tree: Tree) -> dict[str, Tensor]:
@@ -177,14 +207,30 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _read(folder: Path, name: str, digest: str) -> bytes:
+    """A file of a checkpoint, if it is what was written."""
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise CheckpointError(_damaged(folder / name)) from error
+    if _digest(data) != digest:
+        raise CheckpointError(_damaged(folder / name))
+    return data
+
+
+def _damaged(path: Path) -> str:
+    return (
+        f"{path} is missing or damaged; move the folder {path.parent.name} away to go on from the checkpoint before it."
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _digest_of(meta: dict[str, Any]) -> str:
+    return _digest(json.dumps(meta, sort_keys=True).encode())
 
 
 def _describe(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
-
-
-def _barrier(ranks: Ranks) -> None:
-    if ranks.world_size > 1:
-        dist.barrier()

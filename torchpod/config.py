@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import operator
 import sys
 import types
 import typing
@@ -31,6 +32,21 @@ from torchpod.learner import LearnerConfig
 from torchpod.specs import EnvSpec
 
 GROUPS = ("algo", "env", "loop", "logger", "experiment")
+OBJECT = "object:"
+"""Before the class of an environment that was handed over as a Python object, in place of its name."""
+_AT_LEAST_1 = (
+    "total_env_steps",
+    "num_envs",
+    "population",
+    "threads",
+    "algo.unroll_length",
+    "algo.learner.num_epochs",
+    "algo.learner.num_minibatches",
+    "algo.learner.chunk_rows",
+    "loop.iterations_per_call",
+    "checkpoint.keep",
+    "evaluation.episodes",
+)
 
 
 class ConfigError(ValueError):
@@ -96,16 +112,18 @@ class TrainConfig:
     device: str = "cpu"
     compile: bool = True
     population: int = 1
-    members: dict[str, Any] = field(default_factory=dict)
+    members: dict[str, tuple[float, ...]] = field(default_factory=dict)
     threads: int | None = None
     run_dir: str | None = None
     resume: str | None = None
     experiment_name: str | None = None
+    given: tuple[str, ...] = ()
+    """Which keys were set by hand: only those can ask a resumed run for a change. Not in config.yaml."""
 
     @property
     def experiment(self) -> str:
         """The folder below runs/ that this run belongs to."""
-        return self.experiment_name or f"{self.algo.name}_{Path(self.env['name']).stem.split(':')[0]}"
+        return self.experiment_name or f"{self.algo.name}_{Path(self.env['name']).stem.split(':')[-1]}"
 
     @property
     def num_iterations(self) -> int:
@@ -114,7 +132,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, as in config.yaml."""
-        return _plain(dataclasses.asdict(self))
+        return {k: v for k, v in _plain(dataclasses.asdict(self)).items() if k != "given"}
 
     def hash(self) -> str:
         """Twelve hex digits that name what was trained: every setting but the folder and the seed."""
@@ -128,9 +146,8 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
       ConfigError: for anything that does not exist or does not fit.
     """
-    overrides = [_custom(item) for item in overrides]
-    custom = {group: value for group, value in (c for c in overrides if isinstance(c, tuple))}
-    plain = [c if isinstance(c, str) else f"{c[0]}=custom" for c in overrides]
+    custom = [item for item in overrides if _names_file(item)]
+    plain = ["env=custom" if item in custom else item for item in overrides]
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
@@ -143,9 +160,9 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
     assert isinstance(values, dict)
-    for group, name in custom.items():
-        values[group] = {**values[group], "name": name}
-    return from_dict(typing.cast(dict[str, Any], values))
+    if custom:
+        values["env"] = {**values["env"], "name": custom[-1].partition("=")[2]}
+    return dataclasses.replace(from_dict(typing.cast(dict[str, Any], values)), given=tuple(map(_key, plain)))
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainConfig:
@@ -155,26 +172,29 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
       ConfigError: for a value of the wrong type or out of range.
     """
     config = _build(TrainConfig, values, "")
-    for name in ("total_env_steps", "num_envs", "population"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name}={getattr(config, name)} must be at least 1.")
-    if config.algo.unroll_length < 1:
-        raise ConfigError(f"algo.unroll_length={config.algo.unroll_length} must be at least 1.")
-    learner = config.algo.learner
-    for name in ("num_epochs", "num_minibatches"):
-        if getattr(learner, name) < 1:
-            raise ConfigError(f"algo.learner.{name}={getattr(learner, name)} must be at least 1.")
+    for name in _AT_LEAST_1:
+        value = operator.attrgetter(name)(config)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1.")
+    if not config.checkpoint.interval_s >= 0:
+        raise ConfigError(f"checkpoint.interval_s={config.checkpoint.interval_s} must be at least 0.")
     if config.loop.name != "anakin":
         raise ConfigError(f"loop={config.loop.name} is not known; use loop=anakin.")
     for name, column in config.members.items():
-        if not isinstance(column, list) or len(column) != config.population:
-            raise ConfigError(f"members.{name}={column} must be a list of population={config.population} numbers.")
+        if len(column) != config.population:
+            raise ConfigError(
+                f"members.{name}={list(column)} must be a list of population={config.population} numbers."
+            )
     return config
 
 
 def make_env(config: Mapping[str, Any] | str) -> Env:
     """Builds an environment: `make_env("cartpole")`, `make_env({"name": "path/to/my_env.py:MyEnv", ...})`."""
     config = {"name": config} if isinstance(config, str) else config
+    if config["name"].startswith(OBJECT):
+        raise ConfigError(
+            f"env={config['name']} was a Python object; hand it over again, e.g. train(env=..., resume=RUN)."
+        )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = _find(config["name"], envs.MAKERS, "env")
     _check_arguments(maker, arguments, f"env={config['name']}")
@@ -214,10 +234,10 @@ def _register() -> None:
     store.store(group="env", name="custom", node={"name": "custom"})
 
 
-def _custom(override: str) -> str | tuple[str, str]:
+def _names_file(override: str) -> bool:
     """`env=path/to/my_env.py:MyEnv` is no choice of a group but names a file of the user's."""
     key, _, value = override.partition("=")
-    return (key, value) if key == "env" and ".py:" in value else override
+    return key == "env" and (".py:" in value or value.endswith(".py"))
 
 
 def _key(override: str) -> str:
@@ -254,6 +274,8 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     """A maker by name, or a class in a file of the user's by `path.py:Class`."""
     if name in makers:
         return makers[name]
+    if name.endswith(".py"):
+        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyEnv.")
     path, _, attribute = name.rpartition(":")
     if not path.endswith(".py"):
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
@@ -275,6 +297,10 @@ def _check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], wh
     for name in arguments:
         if name not in parameters:
             raise ConfigError(f"{what} takes no argument {name}; {nearest(name, parameters)}")
+    for name, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if required and name not in arguments:
+            raise ConfigError(f"{what} needs the argument {name}; add +env.{name}=VALUE.")
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
@@ -310,8 +336,20 @@ def _cast(hint: Any, value: Any, name: str) -> Any:
         return value
     elif hint is type(None) and value is None:
         return None
-    expected = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(hint, str(hint))
-    raise ConfigError(f"{name}={value!r}: expected {expected}.")
+    raise ConfigError(f"{name}={value!r}: expected {_expected(hint)}.")
+
+
+def _expected(hint: Any) -> str:
+    """What a value of this type looks like, in words."""
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(map(_expected, arguments))
+    if origin is tuple:
+        return f"a list, each {_expected(arguments[0])}"
+    if origin is dict:
+        return f"names, each with {_expected(arguments[1])}"
+    return names.get(hint, "names and values")
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod.ops.returns import discounted_sum
 from torchpod.types import LAST, TimeStep
 
 
@@ -31,12 +30,30 @@ def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: T
     real = timestep.step_type[:-1] != LAST
     leaves = pytree.tree_leaves(timestep.extras["raw_reward"])  # groups: sum over groups of the mean over agents
     reward = sum(leaf[1:].reshape(*over.shape, -1).mean(-1) for leaf in leaves)
-    gains = torch.stack([reward.double(), real.double()])  # [2, T, B]
-    gains[:, 0] += torch.stack([running_return.double(), running_length.double()])
-    keep = torch.cat([torch.zeros_like(over[:1]), over[:-1]]).logical_not().double().expand_as(gains)
-    total = discounted_sum(gains.movedim(0, 1), keep.movedim(0, 1), reverse=False).movedim(1, 0)
-    ended = torch.where(over, total, 0.0).sum((1, 2))
-    running = torch.where(over[-1], 0.0, total[:, -1])
-    sums = torch.stack([over.sum().double(), ended[0], ended[1], real.sum().double()])
-    return Episodes(sums, running[0].float(), running[1].long())
+    # What was gained after the last game over of an environment is still running; the rest belongs to episodes that
+    # ended. Two sums over time, then, instead of a scan (12 ms for [128, 1024] on one core; this: 0.5 ms).
+    time = torch.arange(over.shape[0], device=over.device)[:, None]
+    last = torch.where(over, time, -1).amax(0)  # [B]
 
+    def divide(gain: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
+        """float64 sum of what ended, and per environment what is running."""
+        before = torch.where(last < 0, running.double(), 0.0)
+        after = torch.where(time > last, gain.double(), 0.0).sum(0) + before
+        return (running.double() + gain.double().sum(0) - after).sum(), after
+
+    ended_return, return_ = divide(reward, running_return)
+    ended_length, length = divide(real, running_length)
+    sums = torch.stack([over.sum().double(), ended_return, ended_length, real.sum().double()])
+    return Episodes(sums, return_.float(), length.long())
+
+
+def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Metrics of several iterations, on the host: means, and returns over all their episodes (NaN if none ended).
+
+    Args:
+      history: per iteration, scalars (`[P]` in a population), and `episodes`, the sums of `count_episodes`.
+    """
+    metrics = {name: torch.stack([h[name] for h in history]).mean(0) for name in history[0] if name != "episodes"}
+    count, returns, lengths, _ = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
+    metrics |= {"episodes": count, "episode_return": returns / count, "episode_length": lengths / count}
+    return {name: value.double().cpu() for name, value in metrics.items()}

@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 from torchpod import checkpoint, random
+from torchpod.agent import variables_of
 from torchpod.anakin import EVAL_STREAM
+from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import make_agent, make_env
 from torchpod.evaluate import evaluate
@@ -26,12 +28,18 @@ def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env)
     agent = make_agent(config.algo, env.spec)()
+    lead = () if config.population == 1 else (config.population,)
+    here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
+    if here != {name: tuple(x.shape) for name, x in weights.items()}:
+        raise CheckpointError(f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}.")
     key = random.fold_in(random.key(config.seed if seed is None else seed), EVAL_STREAM)
     torch.set_num_threads(1)
     compiler = Compiler(False, config.population)
     score = evaluate(agent, env, weights, key, num_episodes=episodes, compiler=compiler)
     lines = []
-    for returns, finished in zip(score.returns.reshape(-1, episodes), score.finished.reshape(-1, episodes), strict=True):
+    for returns, finished in zip(
+        score.returns.reshape(-1, episodes), score.finished.reshape(-1, episodes), strict=True
+    ):
         result = eval_return(returns) | {"unfinished": int((~finished).sum()), "checkpoint": folder.name}
         lines.append(json.dumps(result))
     return "\n".join(lines)

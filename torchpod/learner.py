@@ -92,6 +92,7 @@ class Learner:
         self._gradient = compiler(self._gradient_one)
         self._apply = compiler(self._apply_one)
         self._gradient_eager = self._gradient_first if self._axis == 0 else torch.vmap(self._gradient_first)
+        self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
         self._zeros: Tensor | None = None
         self._metric_names: tuple[str, ...] = ()
 
@@ -121,7 +122,7 @@ class Learner:
         Args:
           state: from `init` or the last `update`.
           trajectory: T steps of this rank's B environments.
-          keys: `[B, 3]`, one key per environment, with `num_epochs + 1` fresh counters.
+          keys: `[B, 3]`, one key per environment, with `counters_per_update` fresh counters.
 
         Returns:
           The next state, and metrics: scalars, means over the minibatches and ranks.
@@ -129,11 +130,11 @@ class Learner:
         batch = self._prepare(state.params, state.buffers, trajectory, keys)
         totals = []
         for epoch in range(self.config.num_epochs):
-            epoch_keys = random.advance(keys, epoch + 1)
-            minibatches, moments = self._deal(batch, epoch_keys)
+            counter = 1 + epoch * (self.config.num_minibatches + 1)
+            minibatches, moments = self._deal(batch, random.advance(keys, counter))
             minibatches = self._standardise(minibatches, self.ranks.sum(moments))
-            loss_keys = epoch_keys[..., 0, :]
             for i in range(self.config.num_minibatches):
+                loss_keys = random.advance(keys[..., 0, :], counter + 1 + i)
                 minibatch = pytree.tree_map(lambda x, i=i: x.select(self._axis, i), minibatches)
                 with span("gradient"):
                     total = self._sum_gradient(state, minibatch, loss_keys)

@@ -1,15 +1,17 @@
-"""The command line: `torchpod train | eval | plot | list | doctor | bench`. Each command is a few lines over a module."""
+"""The command line: `torchpod train | eval | plot | list | doctor | bench`. Each is a few lines over a module."""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import RecompilationError
-from torchpod.config import ConfigError, choices, load
+from torchpod.config import GROUPS, ConfigError, choices, load
+from torchpod.distributed import RankError, SplitError
 from torchpod.run import Interrupted, NonFiniteErrorInRun, Run, execute
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
@@ -28,14 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
-    except Interrupted as error:
-        print(f"torchpod: {error}", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"torchpod: {error if isinstance(error, Interrupted) else 'stopped'}", file=sys.stderr)
         return 130
-    except (ConfigError, CheckpointError, RecompilationError, NonFiniteErrorInRun, ValueError, OSError) as error:
+    except (CheckpointError, RecompilationError, NonFiniteErrorInRun, RankError, ValueError, OSError) as error:
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise
-        print(f"torchpod: error: {error}", file=sys.stderr)
+        _report(error)
         return 1
+
+
+def _report(error: Exception) -> None:
+    """One sentence; where every rank has the same to say, rank 0 says it."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and isinstance(error, ConfigError | CheckpointError | SplitError | NonFiniteErrorInRun):
+        time.sleep(5.0)  # torchrun ends all ranks when the first is gone: let rank 0 speak
+    elif isinstance(error, RankError):
+        print(f"torchpod: rank {rank} stops: {error}", file=sys.stderr)
+    else:
+        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"torchpod: error: {where}{error}", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -51,6 +65,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(overrides: list[str]) -> int:
+    if "-h" in overrides or "--help" in overrides:
+        print(USAGE)
+        return 0
     run = execute(load(overrides))
     if run.summary:
         score = run.summary["eval_return"]
@@ -72,7 +89,9 @@ def _eval(rest: list[str]) -> int:
     parser = argparse.ArgumentParser("torchpod eval")
     parser.add_argument("run", type=Path)
     parser.add_argument("--episodes", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=None, help="of the episodes; default: those of the final evaluation")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the episodes; default: those of the final evaluation"
+    )
     options = parser.parse_args(rest)
     print(eval_run(options.run, episodes=options.episodes, seed=options.seed))
     return 0
@@ -116,9 +135,9 @@ def train(**settings: Any) -> Run:
     """Trains a run from Python: `train(algo="ppo", env="cartpole", seed=0, num_envs=64)`.
 
     Args:
-      **settings: the keys of configs/train.yaml; nested ones as dicts (`learner` is `algo.learner`: write
-        `overrides=["algo.learner.learning_rate=1e-3"]`). `env` may be an environment object. `overrides` is a list
-        in the grammar of the command line.
+      **settings: the keys of configs/train.yaml; nested ones as dicts: `checkpoint={"keep": 1}`. `env` may be an
+        environment object. `overrides` is a list in the grammar of the command line, e.g.
+        `["algo.learner.learning_rate=1e-3"]`.
 
     Returns:
       The finished run.
@@ -128,8 +147,17 @@ def train(**settings: Any) -> Run:
     if isinstance(env, str):
         overrides.append(f"env={env}")
         env = None
-    overrides += [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
-    return execute(load(overrides), env=env)
+    return execute(load(overrides + [line for key, value in settings.items() for line in _lines(key, value)]), env=env)
+
+
+def _lines(key: str, value: Any) -> list[str]:
+    """A Python value in the grammar of the command line."""
+    if isinstance(value, Mapping):
+        return [line for name, inner in value.items() for line in _lines(f"{key}.{name}", inner)]
+    if isinstance(value, str | Path) and key not in GROUPS:
+        value = "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    added = "+" if key.startswith("members.") else ""
+    return [f"{added}{key}={'null' if value is None else value}"]
 
 
 if __name__ == "__main__":

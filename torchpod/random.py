@@ -24,7 +24,9 @@ _DRAW, _FOLD = 0, 1
 def _philox(key: Tensor, lane: Tensor, counter: Tensor, purpose: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 of counter words (lane, counter, 0, purpose): four tensors of the broadcast shape."""
     k0, k1 = key[..., 0:1], key[..., 1:2]
-    c0, c1 = lane, counter
+    # `& _MASK` changes nothing, but hides from inductor that lanes count 0, 1, 2, ...: it would turn lane * M into an
+    # `arange` with step M, whose vectorised C++ (torch 2.13) multiplies in 32 bits, and draws other words than eager.
+    c0, c1 = lane & _MASK, counter
     c2, c3 = torch.zeros_like(lane), torch.full_like(lane, purpose)
     for i in range(10):
         p0, p1 = c0 * _NEG_M0, c2 * _NEG_M1

@@ -27,7 +27,7 @@ def start(agent: Agent, env: Env, env_keys: Tensor) -> Carry:
     step = torch.zeros((), dtype=torch.int64, device=env_keys.device)
     env_state, timestep = env.init(random.at(env_keys, step))
     actor_state = pytree.tree_map(lambda x: x.to(env_keys.device), agent.initial_state(env_keys.shape[0]))
-    return Carry(env_state, timestep, actor_state, step)
+    return _contiguous(Carry(env_state, timestep, actor_state, step))
 
 
 def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
@@ -41,7 +41,7 @@ def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
             )
         with span("env_step"):
             env_state, timestep = env.step(carry.env_state, output.action, random.at(env_keys, count))
-        return Carry(env_state, timestep, actor_state, count), output
+        return _contiguous(Carry(env_state, timestep, actor_state, count)), output
 
     return step
 
@@ -81,6 +81,11 @@ def unroll(
             outputs.append(output)
         stacked = _stack(timesteps, time_axis), _stack(outputs, time_axis)
     return carry, Trajectory(*stacked, actor_state, carry.actor_state)
+
+
+def _contiguous(carry: Carry) -> Carry:
+    # An observation may be a view of the state; its strides must not change from one step to the next.
+    return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), carry)
 
 
 def _stack(trees: list[Tree], axis: int) -> Tree:

@@ -5,6 +5,7 @@ The training itself is `anakin.train`; everything here happens between two calls
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,15 +28,21 @@ from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, AnakinState, NonFiniteError, Report, train
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.config import ConfigError, TrainConfig, from_dict, make_agent, make_env, nearest
+from torchpod.config import OBJECT, ConfigError, TrainConfig, from_dict, make_agent, make_env, nearest
 from torchpod.distributed import Ranks, init, shutdown
 from torchpod.env import Env
+from torchpod.envs import MAKERS
 from torchpod.evaluate import Evaluation, evaluate
-from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink
+from torchpod.metrics import METRICS_FILE, ConsoleSink, Logger, Sink, TensorBoardSink, read_metrics
+from torchpod.testing import ContractError, check_env
+
+JOB = "TORCHELASTIC_RUN_ID"
+MAY_CHANGE = ("total_env_steps", "device", "threads", "compile", "loop", "logger", "checkpoint", "evaluation")
+"""What a resumed run takes from the new settings, where they were given: it stays the same run."""
 
 
-class Interrupted(RuntimeError):
-    """The run was told to stop, and has saved itself."""
+class Interrupted(KeyboardInterrupt):
+    """The run was told to stop, and has saved itself if there was anything to save."""
 
 
 @dataclass
@@ -71,13 +77,15 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
       NonFiniteError: if a gradient was not finite; the trajectory is then in RUN/nan/.
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
+    if env is not None:
+        config = replace(config, env={"name": OBJECT + type(env).__name__}, given=(*config.given, "env"))
+    source = _resume_source(config)
+    if source is not None:
+        config = _resumed_config(config, source)
     ranks, device = init(config.device)
     # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
     torch.set_num_threads(config.threads or 1)
     try:
-        source = _resume_source(config, ranks)
-        if source is not None:
-            config = _resumed_config(config, source)
         return _execute(config, source, ranks, device, env, make)
     finally:
         shutdown()
@@ -94,8 +102,10 @@ def _execute(
     if config.population > 1 and ranks.world_size > 1:
         raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
     env = env or make_env(config.env)
+    if config.env["name"] not in MAKERS:
+        _check_contract(env, config.env["name"], device)
     make = make or make_agent(config.algo, env.spec)
-    compiler = Compiler(config.compile, config.population)
+    compiler = _compiler(config)
     anakin = Anakin(
         make,
         env,
@@ -108,21 +118,16 @@ def _execute(
         device=device,
     )
     state = _apply_members(anakin.init(config.seed), config)
-    resumed_at, wall_s = None, 0.0
+    resumed_at, wall_s = 0, 0.0
     if source is not None:
         _, state, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
     run_dir = source or _new_run_dir(config, ranks)
     if ranks.rank == 0:
         _write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
-    sinks: list[Sink] = []
-    if ranks.rank == 0 and config.logger.console:
-        sinks.append(ConsoleSink(config.total_env_steps))
-    if ranks.rank == 0 and config.logger.tensorboard:
-        sinks.append(TensorBoardSink(run_dir, resume_at=resumed_at))
-    logger = Logger(run_dir, sinks=sinks, resume_at=resumed_at) if ranks.rank == 0 else None
-    keeper = _Keeper(anakin, config, run_dir, ranks)
-    state, timing = _train(anakin, state, config, keeper, logger, ranks, wall_s)
+    keeper = _Keeper(config, run_dir, ranks)
+    with _logger(config, run_dir, resumed_at) if ranks.rank == 0 else contextlib.nullcontext() as logger:
+        state, timing = _train(anakin, state, config, keeper, logger, ranks, wall_s)
     variables = state.learner.params | state.learner.buffers
     if ranks.rank == 0:
         evaluation = evaluate(
@@ -131,7 +136,7 @@ def _execute(
             variables,
             random.fold_in(random.key(config.seed, device), EVAL_STREAM),
             num_episodes=config.evaluation.episodes,
-            compiler=Compiler(config.compile, config.population),
+            compiler=_compiler(config),
         )
         summary = summarise(config, evaluation, state, timing, device, ranks)
         _write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
@@ -139,8 +144,6 @@ def _execute(
             _write_members(run_dir, config, state, summary, timing)
     else:
         summary = {}
-    if logger is not None:
-        logger.close()
     return Run(run_dir, summary, anakin.agent, variables)
 
 
@@ -165,8 +168,7 @@ def _train(
 ) -> tuple[AnakinState, _Timing]:
     calls = config.loop.iterations_per_call or (8 if anakin.device.type == "cuda" else 1)
     timing = _Timing(wall_s, 0.0, 0, 0.0)
-    saved, last_saved = True, time.perf_counter()
-    previous = int(state.env_steps.flatten()[0])
+    previous, stopping = int(state.env_steps.flatten()[0]), False
     with _StopFlag(ranks, anakin.device) as stop:
         reports: Iterator[tuple[Report, Any]] = train(anakin, state, iterations_per_call=calls)
         try:
@@ -180,22 +182,22 @@ def _train(
                 timing.seconds += report.wall_s
                 if logger is not None:
                     logger.write(_row(report, steps * config.population, timing))
-                saved = time.perf_counter() - last_saved >= config.checkpoint.interval_s
-                if stop.requested(keeper.due(last_saved)):
+                is_last = report.iteration >= anakin.num_iterations
+                stopping, saving = stop.agree(is_last or keeper.due())
+                if stopping or saving:
                     keeper.save(state, timing)
-                    raise Interrupted(f"stopped at iteration {report.iteration}; go on with resume={keeper.run_dir}")
-                if stop.save_due:
-                    keeper.save(state, timing)
-                    last_saved = time.perf_counter()
+                if stopping:
+                    break
+            # Asked again: a signal may have come while the last checkpoint was written.
+            if stopping or stop.agree(False)[0]:
+                raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
         except NonFiniteError as error:
             path = keeper.dump(error)
             raise NonFiniteErrorInRun(
                 f"a gradient of iteration {error.iteration} is not finite; the trajectory it came from is in {path}. "
                 "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check rewards and observations."
             ) from error
-        state = pytree.tree_map(torch.clone, state)
-        keeper.save(state, timing)
-    return state, timing
+    return pytree.tree_map(torch.clone, state), timing
 
 
 class NonFiniteErrorInRun(FloatingPointError):
@@ -205,44 +207,73 @@ class NonFiniteErrorInRun(FloatingPointError):
 class _Keeper:
     """Writes checkpoints and crash dumps of one run."""
 
-    def __init__(self, anakin: Anakin, config: TrainConfig, run_dir: Path, ranks: Ranks) -> None:
-        self.config, self.run_dir, self._ranks = config, run_dir, ranks
-        self._saved_at = -1
+    def __init__(self, config: TrainConfig, run_dir: Path, ranks: Ranks) -> None:
+        self._config, self.run_dir, self._ranks = config.checkpoint, run_dir, ranks
+        self.saved_at: int | None = None
+        self._last_saved = time.perf_counter()
 
-    def due(self, last_saved: float) -> bool:
-        return time.perf_counter() - last_saved >= self.config.checkpoint.interval_s
+    def due(self) -> bool:
+        return time.perf_counter() - self._last_saved >= self._config.interval_s
 
     def save(self, state: AnakinState, timing: _Timing) -> None:
-        iteration = int(state.iteration.flatten()[0])
-        if iteration == self._saved_at:
-            return
-        save_state(self.run_dir, state, {"wall_s": timing.wall_s}, self._ranks, self.config.checkpoint.keep)
-        self._saved_at = iteration
+        folder = save_state(self.run_dir, state, {"wall_s": timing.wall_s}, self._ranks, self._config.keep)
+        self.saved_at = int(folder.name)
+        self._last_saved = time.perf_counter()
 
     def dump(self, error: NonFiniteError) -> Path:
         path = self.run_dir / "nan" / f"iteration-{error.iteration}-rank-{self._ranks.rank}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
         flat = {pytree.keystr(k): v.cpu() for k, v in pytree.tree_flatten_with_path(error.trajectory)[0]}
-        torch.save(flat, path)
+        with checkpoint.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(flat, path)
         return path
+
+
+def _compiler(config: TrainConfig) -> Compiler:
+    try:
+        return Compiler(config.compile, config.population)
+    except RuntimeError as error:  # there is no C++ compiler
+        raise ConfigError(str(error)) from error
+
+
+def _check_contract(env: Env, name: str, device: torch.device) -> None:
+    """A short `check_env`: a third of a second, against hours of training on rewards that belong to other actions."""
+    try:
+        check_env(env, num_envs=4, num_steps=100, device=device, compile=False)
+    except ContractError as error:
+        raise ConfigError(f"env={name} breaks the contract: {error}") from error
+
+
+def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
+    sinks: list[Sink] = []
+    if config.logger.tensorboard:
+        try:
+            sinks.append(TensorBoardSink(run_dir, resume_at=resumed_at))
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
+    if config.logger.console:
+        sinks.append(ConsoleSink(config.total_env_steps))
+    return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 
 
 def save_state(run_dir: Path, state: AnakinState, meta: dict[str, Any], ranks: Ranks, keep: int) -> Path:
     """Writes a checkpoint of a whole run."""
     weights = state.learner.params | state.learner.buffers
     iteration = int(state.iteration.flatten()[0])
-    meta = {"versions": versions(), "threads": torch.get_num_threads(), **meta}
+    meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
     return checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep)
 
 
 class _StopFlag:
-    """SIGTERM and SIGINT ask for a stop after the running call; before the first report they stop at once."""
+    """SIGTERM and SIGINT ask for a stop after the running call; before the first report they stop at once.
+
+    So does a second SIGINT, but not under torchrun, which passes on the one that the ranks have got already.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._deferred = self._asked = False
         self._old: dict[int, Any] = {}
-        self.save_due = False
 
     def __enter__(self) -> "_StopFlag":
         with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
@@ -255,22 +286,21 @@ class _StopFlag:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if not self._deferred or self._asked:
-            raise Interrupted(f"stopped by {signal.Signals(number).name} before there was anything new to save")
+        insisting = self._asked and number == signal.SIGINT and self._ranks.world_size == 1
+        if not self._deferred or insisting:
+            raise Interrupted(f"stopped by {signal.Signals(number).name} without a new checkpoint")
         self._asked = True
 
     def defer(self) -> None:
         """From now on there is something to save: finish the call first."""
         self._deferred = True
 
-    def requested(self, save_due: bool) -> bool:
-        """Whether any rank was asked to stop. Also agrees on whether a checkpoint is due."""
-        self.save_due = save_due
+    def agree(self, save_due: bool) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, and whether a checkpoint is due on any."""
         if self._ranks.world_size == 1:
-            return self._asked
-        flags = self._ranks.sum(torch.tensor([float(self._asked), float(save_due)], device=self._device))
-        self.save_due = bool(flags[1] > 0)
-        return bool(flags[0] > 0)
+            return self._asked, save_due
+        stop, save = self._ranks.sum(torch.tensor([self._asked, save_due], dtype=torch.int64, device=self._device))
+        return bool(stop), bool(save)
 
 
 def _row(report: Report, steps: int, timing: _Timing) -> dict[str, Any]:
@@ -371,9 +401,13 @@ def _apply_members(state: AnakinState, config: TrainConfig) -> AnakinState:
 
 def _write_members(run_dir: Path, config: TrainConfig, state: AnakinState, summary: dict, timing: _Timing) -> None:
     """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
+    rows = read_metrics(run_dir)
     for p in range(config.population):
         folder = run_dir / "members" / str(p)
-        folder.mkdir(parents=True, exist_ok=True)
+        if any(int(path.name) > int(state.iteration[p]) for path in checkpoint.all_of(folder)):
+            continue  # it has gone on by itself
+        with checkpoint.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         member = replace(
             config,
             population=1,
@@ -385,7 +419,11 @@ def _write_members(run_dir: Path, config: TrainConfig, state: AnakinState, summa
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
         save_state(folder, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
         _write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
-        _write_text(folder / "summary.json", json.dumps(summary | {"eval_return": summary["members"][p]}, indent=1))
+        own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
+        _write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
+        with Logger(folder, resume_at=0) as logger:
+            for row in rows:
+                logger.write({name: value[p] if isinstance(value, list) else value for name, value in row.items()})
 
 
 def read_config(run_dir: Path) -> TrainConfig:
@@ -403,10 +441,14 @@ def read_config(run_dir: Path) -> TrainConfig:
         ) from error
 
 
-def _resume_source(config: TrainConfig, ranks: Ranks) -> Path | None:
-    """The folder to resume from, if any. A restart by torchrun resumes the newest run by itself."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if config.resume is None and not restarted:
+def _goes_on(config: TrainConfig) -> bool:
+    """Whether the run is to be resumed if there is one: because it was asked for, or because torchrun restarted us."""
+    return config.resume is not None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def _resume_source(config: TrainConfig) -> Path | None:
+    """The folder to resume from, if any."""
+    if not _goes_on(config):
         return None
     if config.resume not in (None, "auto"):
         path = Path(config.resume)
@@ -418,44 +460,60 @@ def _resume_source(config: TrainConfig, ranks: Ranks) -> Path | None:
         folders = [Path(config.run_dir)]
     else:
         folders = sorted(Path("runs", config.experiment).glob(f"*-seed{config.seed}"), reverse=True)
-    return next((folder for folder in folders if checkpoint.all_of(folder)), None)
+    folders = [folder for folder in folders if checkpoint.all_of(folder)]
+    if config.resume is None and config.run_dir is None:  # restarted: only what this job has written
+        job = os.environ.get(JOB)
+        folders = [folder for folder in folders if checkpoint.read_meta(checkpoint.latest(folder)).get("job") == job]
+    return folders[0] if folders else None
 
 
 def _resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
-    """The settings of the run that goes on; only what may change without changing the run is taken from the new ones."""
-    old = read_config(source)
-    return replace(
-        old,
-        run_dir=str(source),
-        resume=None,
-        total_env_steps=max(old.total_env_steps, config.total_env_steps),
-        device=config.device,
-        logger=config.logger,
-        checkpoint=config.checkpoint,
-        loop=config.loop,
-        threads=config.threads or old.threads,
-    )
+    """The settings of the run that goes on, with those given by hand that do not make it another run.
+
+    Raises:
+      ConfigError: for any other setting that was given and differs.
+    """
+    settings, given = read_config(source).to_dict(), config.to_dict()
+    names = {"experiment": "experiment_name", "algo": "algo.name", "env": "env.name"}
+    for key in config.given:
+        *path, name = names.get(key, key).split(".")
+        old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
+        if [*path, name][0] in MAY_CHANGE:
+            old[name] = new[name]
+        elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
+            raise ConfigError(
+                f"{'.'.join([*path, name])}={new.get(name)} cannot change: {source} has {old.get(name)}; leave it out, "
+                "or start a new run."
+            )
+    return replace(from_dict(settings), run_dir=str(source), resume=None)
 
 
 def _new_run_dir(config: TrainConfig, ranks: Ranks) -> Path:
     """Creates the run folder; the same on every rank."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = Path(config.run_dir or Path("runs", config.experiment, f"{stamp}-seed{config.seed}"))
-    names: list[Any] = [str(path)]
-    if ranks.world_size > 1:
-        dist.broadcast_object_list(names)
-        path = Path(names[0])
-    if ranks.rank == 0:
-        if checkpoint.all_of(path) or (path / "metrics.jsonl").exists():
-            raise ConfigError(f"run_dir={path} already holds a run; use another, or resume={path} to go on with it.")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(f"run_dir={path} cannot be created ({error.strerror}); choose a folder you may write.") from error
+    return ranks.same(_create_run_dir(config) if ranks.rank == 0 else None)
+
+
+def _create_run_dir(config: TrainConfig) -> Path:
+    if config.run_dir is None:
+        now = datetime.datetime.now()
+        while True:  # runs that start in the same second get different folders
+            path = Path("runs", config.experiment, f"{now:%Y%m%d-%H%M%S}-seed{config.seed}")
+            with checkpoint.writing(path), contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return path
+            now += datetime.timedelta(seconds=1)
+    path = Path(config.run_dir)
+    metrics = path / METRICS_FILE
+    # What has no checkpoint cannot be resumed: then `resume=auto` begins again in the same folder.
+    if checkpoint.all_of(path) or (metrics.is_file() and metrics.stat().st_size and not _goes_on(config)):
+        raise ConfigError(f"run_dir={path} already holds a run; use another, or resume={path} to go on with it.")
+    with checkpoint.writing(path):
+        path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def _write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".partial-{path.name}")
-    partial.write_text(text)
-    os.replace(partial, path)
+    with checkpoint.writing(path):
+        partial.write_text(text)
+        os.replace(partial, path)

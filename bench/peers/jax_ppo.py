@@ -393,10 +393,11 @@ def main() -> None:
     if args.json:
         print(json.dumps(m))
     else:
-        rate, spread = m["env_steps_per_s"], m["threads"]
+        rate = m["env_steps_per_s"]
         print(
-            f"{args.mode} B={args.num_envs}: {rate['median']:,.0f} env steps/s ({rate['min']:,.0f} to {rate['max']:,.0f}),"
-            f" compile {m['compile_s']:.1f} s, return {m['episode_return']}, {spread['cores']} core(s)"
+            f"{args.mode} B={args.num_envs}: {rate['median']:,.0f} env steps/s"
+            f" ({rate['min']:,.0f} to {rate['max']:,.0f}), compile {m['compile_s']:.1f} s,"
+            f" return {m['episode_return']}, {m['threads']['cores']} core(s)"
         )
 
 

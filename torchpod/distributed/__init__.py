@@ -4,13 +4,23 @@ Environments, not rows, are divided: rank r of K owns environments `r * B / K ..
 whole run, with the keys that they would have on one rank.
 """
 
+import contextlib
 import datetime
 import os
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class SplitError(ValueError):
+    """Something cannot be divided among the ranks. Every rank raises it."""
+
+
+class RankError(RuntimeError):
+    """Another rank failed, and so this one cannot go on. The message of the other says why."""
 
 
 class Ranks(NamedTuple):
@@ -22,17 +32,32 @@ class Ranks(NamedTuple):
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(x)
+            with _together():
+                dist.all_reduce(x)
         return x
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.world_size > 1:
+            with _together():
+                dist.barrier()
+
+    def same(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        if self.world_size > 1:
+            with _together():
+                dist.broadcast_object_list(values)
+        return values[0]
 
     def share(self, total: int, what: str) -> int:
         """This rank's equal part of `total`.
 
         Raises:
-          ValueError: if it cannot be split.
+          SplitError: if it cannot be split.
         """
         if total % self.world_size:
-            raise ValueError(
+            raise SplitError(
                 f"{what}={total} cannot be split over {self.world_size} ranks; use a multiple of {self.world_size}, "
                 f"e.g. {what}={max(1, total // self.world_size) * self.world_size}."
             )
@@ -68,6 +93,15 @@ def init(device: str, timeout_s: float = 300.0) -> tuple[Ranks, torch.device]:
             "gloo" if where.type == "cpu" else "nccl", timeout=datetime.timedelta(seconds=timeout_s)
         )
     return Ranks(int(os.environ.get("RANK", 0)), world_size), where
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Names the cause of a broken connection: the rank at its other end is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError("another rank failed; its own message says why") from error
 
 
 def shutdown() -> None:

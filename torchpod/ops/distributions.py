@@ -16,7 +16,9 @@ def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
     Returns:
       `[...]`.
     """
-    return logits.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    # A comparison, not `gather`: that one, and the scatter of its gradient, take inductor 0.1 ms per 2048 rows on CPU.
+    chosen = torch.arange(logits.shape[-1], device=logits.device) == action.unsqueeze(-1)
+    return torch.where(chosen, logits.log_softmax(-1), 0.0).sum(-1)
 
 
 def categorical_entropy(logits: Tensor) -> Tensor:

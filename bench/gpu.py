@@ -1,0 +1,158 @@
+"""Suite `gpu`: is the captured iteration right, free of host syncs, and how fast is it. Under 9 minutes on one GPU.
+
+    torchpod bench gpu [--json FILE] [--quick]
+
+Correctness first: one iteration from the same carry, eager against compiled against captured; a replay under the
+profiler, in which the host must not wait for the device. Then PPO CartPole at several sizes: steps per second, kernels
+per iteration, capture time, memory. With `device="cpu"` the same code runs uncaptured, which is how it is tested.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin, AnakinState
+from torchpod.bench import harness
+from torchpod.compile import Compiler
+from torchpod.envs.cartpole import CartPole
+from torchpod.graph import Replay
+from torchpod.learner import LearnerConfig
+
+NUM_ENVS = (1024, 4096, 16_384, 65_536)
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
+TOLERANCE = 1e-4
+"""On parameters after one iteration: floats differ by ulps between eager, compiled and captured kernels."""
+
+
+def main(json_path: str | None = None, *, quick: bool = False, device: str = "cuda") -> int:
+    """Measures and writes the rows; returns 1 if something is wrong, 2 if there is no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        print("torchpod bench gpu: PyTorch sees no CUDA device here.", file=sys.stderr)
+        return 2
+    torch.backends.cuda.matmul.allow_tf32 = True  # as JAX multiplies by default
+    rows, failures = correctness(device, num_envs=64 if quick else 1024)
+    for num_envs in NUM_ENVS[:1] if quick else NUM_ENVS:
+        rows += throughput(device, num_envs, iterations=2 if quick else 20)
+        print(rows[-1], flush=True)
+    report = {
+        "suite": "gpu",
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else harness.hardware(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "rows": rows,
+        "failures": failures,
+    }
+    path = Path(json_path) if json_path else harness.ROOT / "bench" / "results" / f"gpu_{time.strftime('%Y-%m-%d')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1))
+    print(f"{len(rows)} rows in {path}")
+    for failure in failures:
+        print(f"torchpod bench: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def build(device: str, num_envs: int, *, compiled: bool) -> Anakin:
+    """PPO on CartPole, as the `anakin` suite measures it."""
+    env = CartPole()
+    return Anakin(
+        lambda: PPO(env.spec, PPOConfig()),
+        env,
+        num_envs=num_envs,
+        unroll_length=128,
+        learner=LearnerConfig(),
+        num_iterations=1000,
+        compiler=Compiler(compiled),
+        device=device,
+    )
+
+
+def correctness(device: str, num_envs: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Eager, compiled and captured from the same carry; and the number of host syncs in a replay."""
+    eager, compiled = build(device, num_envs, compiled=False), build(device, num_envs, compiled=True)
+    state = eager.init(0)
+    replay = Replay(compiled.iterate, state, capture=device == "cuda")
+    replay()
+    results = {
+        "eager": eager.iterate(state)[0],
+        "compiled": compiled.iterate(state)[0],
+        "captured": pytree.tree_map(torch.clone, replay.state),
+    }
+    rows, failures = [], []
+    for a, b in (("eager", "compiled"), ("compiled", "captured")):
+        difference = largest_difference(results[a], results[b])
+        rows.append({"name": f"difference_{a}_{b}", "value": difference, "unit": "max abs over parameters"})
+        if not difference <= TOLERANCE:
+            failures.append(f"{b} differs from {a} by {difference:.2e} after one iteration; at most {TOLERANCE} is allowed.")
+    syncs = host_syncs(replay)
+    rows.append({"name": "host_syncs_per_replay", "value": len(syncs), "unit": "calls"})
+    if syncs:
+        failures.append(f"the host waits for the device during a replay: {sorted(set(syncs))}.")
+    return rows, failures
+
+
+def largest_difference(a: AnakinState, b: AnakinState) -> float:
+    """Over all parameters."""
+    return max(float((x - b.learner.params[name]).abs().max()) for name, x in a.learner.params.items())
+
+
+def host_syncs(replay: Replay) -> list[str]:
+    """Names of the calls in which the host waited during one replay; the last synchronisation is the profiler's."""
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("replay"):
+        replay()
+    events = profile.events()
+    if events is None:
+        return []
+    window = next(e.time_range for e in events if e.name == "replay")
+    return [
+        e.name
+        for e in events
+        if any(sync in e.name for sync in SYNCS) and window.start <= e.time_range.start <= window.end
+    ]
+
+
+def throughput(device: str, num_envs: int, iterations: int) -> list[dict[str, Any]]:
+    """Environment steps per second of whole iterations, with what they cost to set up."""
+    anakin = build(device, num_envs, compiled=True)
+    began = time.perf_counter()
+    replay = Replay(anakin.iterate, anakin.init(0), capture=device == "cuda")
+    _wait(device)
+    setup_s = time.perf_counter() - began
+    replay()
+    _wait(device)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(iterations):
+            replay()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    rates = sorted(iterations * 128 * num_envs / t for t in times)
+    memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return [
+        {"name": f"setup_ppo_cartpole/{num_envs}", "value": setup_s, "unit": "s"},
+        {"name": f"memory_ppo_cartpole/{num_envs}", "value": memory, "unit": "bytes"},
+        {
+            "name": f"ppo_cartpole/{num_envs}",
+            "value": rates[1],
+            "unit": "env_steps/s",
+            "repeats": rates,
+            "threads": {"torch": torch.get_num_threads(), "cpus": os.cpu_count()},
+        },
+    ]
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,109 @@
+"""compile=false equals compiled for one iteration from the same carry; recompilation is refused."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin, train
+from torchpod.compile import Compiler, RecompilationError
+from torchpod.envs.cartpole import CartPole
+from torchpod.learner import LearnerConfig
+from torchpod.types import FIRST
+
+B, T = 8, 16
+
+
+def make(enabled):
+    env = CartPole(max_episode_steps=9)
+    return Anakin(
+        lambda: PPO(env.spec, PPOConfig(hidden=(16, 16))),
+        env,
+        num_envs=B,
+        unroll_length=T,
+        learner=LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-3, epsilon=1e-3),
+        num_iterations=6,
+        compiler=Compiler(enabled=enabled),
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Compiled once for all tests of this file."""
+    anakin = make(True)
+    anakin.iterate(anakin.init(0))
+    return anakin
+
+
+def test_one_compiled_iteration_equals_eager_from_the_same_carry(seed, compiled):
+    """Integers, actions and uniforms equal; other floats to 1e-5, and parameters to 1e-5 after 4 steps of Adam."""
+    eager = make(False)
+    state = eager.init(seed)
+    for _ in range(2):  # from the start, and from the middle of episodes
+        (carry, want), (compiled_carry, got) = eager.rollout(state), compiled.rollout(state)
+        assert torch.equal(got.output.action, want.output.action)
+        first = want.timestep.step_type == FIRST
+        assert first.sum() >= B
+        assert torch.equal(got.timestep.observation[first], want.timestep.observation[first])  # uniforms
+        assert_close((compiled_carry, got), (carry, want), rtol=1e-4, atol=1e-5)
+        (after, metrics), (compiled_after, compiled_metrics) = eager.iterate(state), compiled.iterate(state)
+        assert_close(compiled_after.learner.params, after.learner.params, rtol=0, atol=1e-5)
+        assert_close(compiled_after, after, rtol=1e-3, atol=1e-5)
+        assert_close(compiled_metrics, metrics, rtol=1e-3, atol=1e-5)
+        moved = [(a - b).abs().max() for a, b in zip(*map(leaves, (after, state)), strict=True)]
+        assert max(moved) > 1e-3  # a hundred times the tolerance
+        state = after
+
+
+def leaves(state):
+    return list(state.learner.params.values())
+
+
+def assert_close(got, want, rtol, atol):
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+        exact = not b.is_floating_point()
+        torch.testing.assert_close(a, b, rtol=0 if exact else rtol, atol=0 if exact else atol, equal_nan=True)
+
+
+def test_compiled_iterations_equal_each_other_to_the_bit(seed, compiled):
+    state = compiled.init(seed)
+    one, two = (compiled.iterate(state)[0] for _ in range(2))
+    assert_close(one, two, rtol=0, atol=0)
+
+
+def test_calls_of_several_compiled_iterations_equal_single_ones(seed, compiled):
+    state = compiled.init(seed)
+    ends = []
+    for size in (1, 4):
+        for _, replay in train(compiled, state, until=4, iterations_per_call=size):
+            end = replay.state
+        ends.append(end)
+    assert_close(*ends, rtol=0, atol=0)
+
+
+def test_another_batch_size_raises_an_error_that_names_the_reason(seed, compiled):
+    state = compiled.init(seed)
+    half = random.split(random.key(seed), B // 2)
+    carry = pytree.tree_map(lambda x: x[: B // 2] if x.ndim else x, state.carry)
+    with pytest.raises(
+        RecompilationError, match=r"(?s)step was compiled for 1 input signature.*size mismatch.*compile=false"
+    ):
+        compiled.rollout(state._replace(carry=carry, env_keys=half, actor_keys=half))
+    compiled.rollout(state)  # and the program still works
+
+
+def test_a_function_may_be_compiled_as_often_as_it_was_allowed():
+    compiler = Compiler(enabled=True, max_compilations=2)
+    double = compiler(lambda x: 2 * x)
+    for size in (2, 3, 2, 3):
+        assert torch.equal(double(torch.ones(size)), torch.full((size,), 2.0))
+    with pytest.raises(RecompilationError, match="compiled for 2 input signature"):
+        double(torch.ones(4))
+
+
+def test_without_compilation_functions_are_left_as_they_are():
+    def fn(x):
+        return x
+
+    assert Compiler(enabled=False)(fn) is fn

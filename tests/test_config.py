@@ -1,0 +1,152 @@
+"""Every file in configs/, and what `load` refuses."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchpod import algos, configs, envs
+from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load, make_agent, make_env
+from torchpod.run import execute
+
+ENV_FILE = Path(__file__).parent / "user_env.py"
+TINY = (
+    "compile=false",
+    "logger.console=false",
+    "num_envs=16",
+    "total_env_steps=1",
+    "algo.unroll_length=16",
+    "evaluation.episodes=1",
+)
+
+
+def test_the_groups_hold_what_there_is():
+    assert choices("env") == sorted(envs.MAKERS)
+    assert choices("algo") == sorted(algos.MAKERS)
+    assert set(choices("experiment")) >= {"cartpole", "catch", "memory_chain", "pendulum"}
+
+
+@pytest.mark.parametrize(
+    "override", [f"{group}={name}" for group in ("experiment", "algo", "env") for name in choices(group)]
+)
+def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
+    run = execute(load([override, *TINY, f"run_dir={tmp_path / 'run'}"]))
+    assert 0 < run.summary["env_steps"] <= 16 * 16
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", choices("env"))
+def test_the_keys_of_an_environment_are_the_arguments_of_its_class(name: str):
+    values = yaml.safe_load((Path(configs.__path__[0]) / "env" / f"{name}.yaml").read_text())
+    parameters = inspect.signature(envs.MAKERS[name]).parameters
+    assert values == {"name": name} | {key: parameter.default for key, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_a_config_survives_its_own_yaml(name: str):
+    config = load([f"experiment={name}", "+members.discount=[0.5]", "algo.learner.chunk_rows=64"])
+    again = from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict())))
+    assert again.to_dict() == config.to_dict()
+    assert again.hash() == config.hash()
+
+
+def test_the_hash_names_what_is_trained_not_where():
+    config = load()
+    assert load(["seed=1", "run_dir=x", "resume=auto", "logger.console=false"]).hash() == config.hash()
+    assert load(["algo.agent.clip=0.3"]).hash() != config.hash()
+
+
+def test_an_experiment_can_be_overridden():
+    config = load(["experiment=pendulum", "num_envs=7", "algo.agent.hidden=[3,3]", "env.max_episode_steps=9"])
+    assert (config.num_envs, config.algo.agent["hidden"], config.env["max_episode_steps"]) == (7, [3, 3], 9)
+    assert config.algo.agent["discount"] == 0.9
+    assert config.given == ("experiment", "num_envs", "algo.agent.hidden", "env.max_episode_steps")
+
+
+def test_an_environment_in_a_file_takes_arguments():
+    config = load([f"env={ENV_FILE}:MyEnv", "+env.limit=3"])
+    assert config.env == {"name": f"{ENV_FILE}:MyEnv", "limit": 3}
+    assert config.experiment == "ppo_user_env"
+    env = make_env(config.env)
+    assert env.spec.max_episode_steps == 3
+    assert make_agent(config.algo, env.spec)().config.hidden == (64, 64)
+
+
+def test_a_file_beside_another_of_the_same_name_is_not_mistaken_for_it(tmp_path: Path):
+    for folder, limit in (("a", 3), ("b", 4)):
+        (tmp_path / folder).mkdir()
+        text = ENV_FILE.read_text().replace("limit: int = 20", f"limit: int = {limit}")
+        (tmp_path / folder / "random.py").write_text(text)  # a name of the standard library, too
+    made = [make_env(f"{tmp_path / folder / 'random.py'}:MyEnv") for folder in ("a", "b")]
+    assert [env.spec.max_episode_steps for env in made] == [3, 4]
+
+
+def refused(overrides: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        config = load(overrides)
+        make_agent(config.algo, make_env(config.env).spec)
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("numenvs=3", "numenvs is no setting; did you mean num_envs"),
+        ("algo.learner.learning_rat=1", "algo.learner.learning_rat is no setting; did you mean algo.learner.learning"),
+        ("+algo.agent.clipp=1", "algo.agent.clipp is no setting; did you mean clip"),
+        ("+foo=1", "foo is no setting; "),
+        ("algo=pppo", "algo=pppo is not known; did you mean ppo?"),
+        ("env=cartpol", "env=cartpol is not known; did you mean cartpole"),
+        ("experiment=carpole", "experiment=carpole is not known; did you mean cartpole?"),
+        ("loop=anakim", "loop=anakim is not known; did you mean anakin?"),
+        ("logger=wandb", "logger=wandb is not known; known: default."),
+        ("env.max_steps=3", "env.max_steps is no setting; did you mean env.max_episode_steps"),
+        ("+env.max_steps=3", "env=cartpole takes no argument max_steps; did you mean max_episode_steps?"),
+        ("num_envs=many", "num_envs='many': expected an integer."),
+        ("num_envs=1.5", "num_envs=1.5: expected an integer."),
+        ("num_envs=true", "num_envs=True: expected an integer."),
+        ("num_envs=", "num_envs='': expected an integer."),
+        ("compile=maybe", "compile='maybe': expected true or false."),
+        ("algo.agent.hidden=64", "algo.agent.hidden=64: expected a list, each an integer."),
+        ("algo.agent.hidden=[a]", "algo.agent.hidden[0]='a': expected an integer."),
+        ("algo.learner.beta1=x", "algo.learner.beta1='x': expected a number."),
+        (
+            "algo.learner.learning_rate=fast",
+            "algo.learner.learning_rate='fast': expected a number or names, each with a number.",
+        ),
+        ("num_envs=0", "num_envs=0 must be at least 1."),
+        ("total_env_steps=-1", "total_env_steps=-1 must be at least 1."),
+        ("population=0", "population=0 must be at least 1."),
+        ("threads=0", "threads=0 must be at least 1."),
+        ("algo.unroll_length=0", "algo.unroll_length=0 must be at least 1."),
+        ("algo.learner.num_minibatches=0", "algo.learner.num_minibatches=0 must be at least 1."),
+        ("algo.learner.chunk_rows=-1", "algo.learner.chunk_rows=-1 must be at least 1."),
+        ("loop.iterations_per_call=0", "loop.iterations_per_call=0 must be at least 1."),
+        ("checkpoint.keep=0", "checkpoint.keep=0 must be at least 1."),
+        ("checkpoint.interval_s=-1", "checkpoint.interval_s=-1.0 must be at least 0."),
+        ("evaluation.episodes=0", "evaluation.episodes=0 must be at least 1."),
+        ("+members.discount=0.9", "members.discount=0.9: expected a list, each a number."),
+        ("+members.discount=[1,2]", "members.discount=[1.0, 2.0] must be a list of population=1 numbers."),
+        ("num_envs", "num_envs is no override; write KEY=VALUE, e.g. num_envs=1024."),
+        ("num_envs=[1", "the configuration cannot be composed: "),
+        ("num_envs=${nothing}", "the configuration cannot be composed: Interpolation key 'nothing' not found"),
+        ("env=nowhere.py:MyEnv", "env=nowhere.py:MyEnv: there is no file nowhere.py; give the path from where you are"),
+        (f"env={ENV_FILE}", "name the class too, e.g. env="),
+        (f"env={ENV_FILE}:MyEnw", "has no MyEnw; did you mean MyEnv?"),
+        (f"env={ENV_FILE}:Picky", "needs the argument size; add +env.size=VALUE."),
+    ],
+)
+def test_what_cannot_work_is_refused_with_one_sentence(override: str, message: str):
+    assert message in refused([override])
+
+
+def test_of_a_config_yaml_unknown_and_mistyped_keys_are_refused():
+    values = load().to_dict()
+    with pytest.raises(ConfigError, match="num_env is no setting; did you mean num_envs?"):
+        from_dict(values | {"num_env": 1})
+    with pytest.raises(ConfigError, match="seed='x': expected an integer"):
+        from_dict(values | {"seed": "x"})
+    assert isinstance(from_dict(values), TrainConfig)

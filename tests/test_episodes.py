@@ -1,0 +1,113 @@
+import secrets
+
+import numpy as np
+import pytest
+import torch
+
+from torchpod.episodes import count_episodes
+from torchpod.types import FIRST, LAST, MID, TimeStep
+
+
+@pytest.fixture
+def rng():
+    seed = secrets.randbits(32)
+    print(f"seed={seed}")
+    return np.random.default_rng(seed)
+
+
+class Stream:
+    """Environments that go on from one trajectory to the next, with lives that end before the game does."""
+
+    def __init__(self, rng, size, game_over=0.5):
+        self.rng, self.size, self.game_over_share = rng, size, game_over
+        self.step_type = np.full(size, FIRST)
+        self.reward, self.over = np.zeros(size), np.zeros(size, bool)
+
+    def next(self):
+        was_last = self.step_type == LAST
+        last = (self.rng.random(self.size) < 0.2) & ~was_last
+        self.step_type = np.where(was_last, FIRST, np.where(last, LAST, MID))
+        self.reward = np.where(was_last, 0.0, self.rng.integers(-5, 6, self.size))
+        self.over = last & (self.rng.random(self.size) < self.game_over_share)
+
+    def trajectory(self, length):
+        rows = [(self.step_type, self.reward, self.over)]
+        for _ in range(length):
+            self.next()
+            rows.append((self.step_type, self.reward, self.over))
+        return (np.stack(x) for x in zip(*rows, strict=True))
+
+
+def to_timestep(step_type, raw_reward, over):
+    raw = torch.tensor(raw_reward, dtype=torch.float32)
+    clipped = raw.clamp(-1, 1)  # what the agent learns from, which must not be counted
+    extras = {"raw_reward": raw, "game_over": torch.tensor(over)}
+    return TimeStep(torch.tensor(step_type, dtype=torch.int32), clipped, torch.ones_like(raw), clipped, extras)
+
+
+@pytest.mark.parametrize("game_over", [1.0, 0.5])
+@pytest.mark.parametrize("length", [1, 2, 7, 32])
+def test_returns_and_lengths_equal_a_loop_over_several_trajectories(rng, length, game_over):
+    size = 6
+    stream = Stream(rng, size, game_over)
+    running_return, running_length = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
+    returns, lengths, transitions = np.zeros(size), np.zeros(size, int), 0
+    finished = 0
+    for _ in range(10):
+        step_type, reward, over = stream.trajectory(length)
+        found = count_episodes(to_timestep(step_type, reward, over), running_return, running_length)
+        running_return, running_length = found.running_return, found.running_length
+        expected = np.zeros(4)
+        for t in range(1, length + 1):
+            for b in range(size):
+                if step_type[t - 1, b] != LAST:
+                    expected[3] += 1
+                    returns[b] += reward[t, b]
+                    lengths[b] += 1
+                if over[t, b]:
+                    expected[:3] += 1, returns[b], lengths[b]
+                    returns[b], lengths[b] = 0, 0
+        np.testing.assert_array_equal(found.sums.numpy(), expected)
+        np.testing.assert_array_equal(running_return.numpy(), returns)
+        np.testing.assert_array_equal(running_length.numpy(), lengths)
+        finished += expected[0]
+        transitions += expected[3]
+    assert found.sums.dtype == torch.float64 and running_length.dtype == torch.int64
+    assert transitions < 10 * length * size or length == 1
+    assert finished > 0 or length == 1
+
+
+def test_an_episode_of_three_steps_by_hand():
+    # FIRST MID LAST | FIRST MID: rewards 1 and 2, reset, 4; the first episode had 10 in 5 steps before
+    timestep = to_timestep(
+        np.array([[FIRST], [MID], [LAST], [FIRST], [MID]]),
+        np.array([[0.0], [1.0], [2.0], [0.0], [4.0]]),
+        np.array([[False], [False], [True], [False], [False]]),
+    )
+    found = count_episodes(timestep, torch.tensor([10.0]), torch.tensor([5]))
+    assert found.sums.tolist() == [1, 13, 7, 3]
+    assert found.running_return.tolist() == [4] and found.running_length.tolist() == [1]
+
+
+def test_groups_count_the_sum_of_the_means_over_their_agents(rng):
+    length, size = 5, 3
+    a, b = (torch.tensor(rng.integers(-4, 5, (length + 1, size, n)), dtype=torch.float32) for n in (4, 1))
+    step_type = torch.full((length + 1, size), MID, dtype=torch.int32)
+    step_type[-1] = LAST
+    extras = {"raw_reward": {"a": a, "b": b}, "game_over": step_type == LAST}
+    timestep = TimeStep(step_type, {"a": a, "b": b}, {"a": a, "b": b}, {}, extras)
+    found = count_episodes(timestep, torch.zeros(size), torch.zeros(size, dtype=torch.int64))
+    total = (a[1:].double().mean(-1) + b[1:, :, 0].double()).sum()
+    torch.testing.assert_close(found.sums, torch.tensor([size, total, size * length, size * length]).double())
+    assert not found.running_return.any()
+
+
+def test_members_of_a_population_are_counted_apart(rng):
+    members = [to_timestep(*Stream(rng, 4).trajectory(9)) for _ in range(3)]
+    zeros = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+    single = [count_episodes(m, *zeros) for m in members]
+    stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *members)
+    mapped = torch.vmap(lambda t: count_episodes(t, *zeros))(stacked)
+    for i in range(3):
+        assert torch.equal(mapped.sums[i], single[i].sums)
+        assert torch.equal(mapped.running_return[i], single[i].running_return)

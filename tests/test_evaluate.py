@@ -1,0 +1,132 @@
+import secrets
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import variables_of
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.compile import Compiler
+from torchpod.env import TensorEnv
+from torchpod.envs.cartpole import CartPole
+from torchpod.evaluate import evaluate
+from torchpod.rollout import make_step, start
+from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.types import LAST
+
+
+@pytest.fixture
+def seed():
+    value = secrets.randbits(32)
+    print(f"seed={value}")
+    return value
+
+
+def play(agent, env, variables, key, episode, num_episodes, max_steps):
+    """One episode in a Python loop: the sum of raw rewards up to game over, and the number of steps."""
+    keys = random.split(key, 2)
+    own = [random.split(k, num_episodes)[episode : episode + 1] for k in keys]
+    carry, step = start(agent, env, own[0]), make_step(agent, env, explore=False)
+    total, length = 0.0, 0
+    with torch.no_grad():
+        while length < max_steps:
+            carry, _ = step(variables, carry, *own)
+            raw = carry.timestep.extras["raw_reward"]
+            total += sum(float(leaf.mean()) for leaf in pytree.tree_leaves(raw))
+            length += 1
+            if carry.timestep.extras["game_over"]:
+                return total, length, True
+    return total, length, False
+
+
+def make(env, seed, **config):
+    torch.manual_seed(seed)
+    agent = PPO(env.spec, PPOConfig(hidden=(8,), **config))
+    with torch.no_grad():
+        agent.policy.weight.normal_()
+    params, buffers = variables_of(agent)
+    return agent, params | buffers
+
+
+class Lives(TensorEnv):
+    """Lasts 3 to 8 steps, twice: only each second end is the end of the game. Rewards are clipped for the agent."""
+
+    spec = EnvSpec("lives", observation=Array((2,)), action=Discrete(2))
+
+    def reset(self, keys):
+        words = random.bits(keys, 2)
+        return {"left": 3 + words[..., 0] % 6, "prize": words[..., 1] % 100}
+
+    def transition(self, state, action, keys):
+        left = state["left"] - 1
+        return {"left": left, "prize": state["prize"]}, (state["prize"] + action).float(), left <= 0
+
+    def observe(self, state):
+        return torch.stack([state["left"], state["prize"]], -1).float()
+
+    def init(self, keys):
+        state, timestep = super().init(keys)
+        life = torch.zeros_like(timestep.step_type)
+        return (state, life), timestep
+
+    def step(self, state, action, keys):
+        inner, life = state
+        inner, timestep = super().step(inner, action, keys)
+        life = life + (timestep.step_type == LAST)
+        over = (timestep.step_type == LAST) & (life % 2 == 0)
+        extras = {"raw_reward": timestep.reward, "game_over": over}
+        return (inner, life), timestep._replace(reward=timestep.reward.clamp(-1, 1), extras=extras)
+
+
+@pytest.mark.parametrize("recurrent", [0, 4])
+def test_cartpole_episodes_equal_a_loop_over_single_ones(seed, recurrent):
+    env, num = CartPole(max_episode_steps=40), 5
+    agent, variables = make(env, seed, recurrent=recurrent)
+    result = evaluate(agent, env, variables, random.key(seed), num_episodes=num)
+    for i in range(num):
+        total, length, finished = play(agent, env, variables, random.key(seed), i, num, 40)
+        assert (result.returns[i], result.lengths[i], result.finished[i]) == (total, length, finished)
+    assert result.finished.all() and result.lengths.max() <= 40
+
+
+def test_raw_rewards_count_up_to_game_over_and_not_to_the_end_of_a_life(seed):
+    env, num = Lives(), 12
+    agent, variables = make(env, seed)
+    result = evaluate(agent, env, variables, random.key(seed), num_episodes=num)
+    for i in range(num):
+        total, length, finished = play(agent, env, variables, random.key(seed), i, num, 100)
+        assert (result.returns[i], result.lengths[i], result.finished[i]) == (total, length, finished)
+    assert (result.lengths >= 2 * 3 + 1).all() and result.returns.max() > 20  # two lives and the reset between
+
+
+def test_episodes_that_do_not_end_in_time_are_marked(seed):
+    env, num = Lives(), 16
+    agent, variables = make(env, seed)
+    result = evaluate(agent, env, variables, random.key(seed), num_episodes=num, max_steps=9)
+    for i in range(num):
+        total, length, finished = play(agent, env, variables, random.key(seed), i, num, 9)
+        assert (result.returns[i], result.lengths[i], result.finished[i]) == (total, length, finished)
+    assert not result.finished.all() and (result.lengths[~result.finished] == 9).all()
+
+
+def test_evaluation_repeats_with_its_key_and_ignores_the_global_generator(seed):
+    env = CartPole(max_episode_steps=60)
+    agent, variables = make(env, seed)
+    before = torch.get_rng_state()
+    one, two, other = (evaluate(agent, env, variables, random.key(k), num_episodes=8) for k in (seed, seed, seed + 1))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert not torch.equal(one.lengths, other.lengths) or one.lengths.unique().numel() == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_member_of_a_population_plays_as_it_does_alone(seed):
+    env = CartPole(max_episode_steps=30)
+    agent, _ = make(env, seed)
+    members = [make(env, seed + i)[1] for i in range(3)]
+    stacked = {k: torch.stack([m[k] for m in members]) for k in members[0]}
+    compiler = Compiler(enabled=False, population=3)
+    together = evaluate(agent, env, stacked, random.key(seed), num_episodes=6, compiler=compiler)
+    for i, variables in enumerate(members):
+        alone = evaluate(agent, env, variables, random.key(seed), num_episodes=6)
+        assert all(torch.equal(a[i], b) for a, b in zip(together, alone, strict=True))

@@ -1,0 +1,351 @@
+import secrets
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, variables_of
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.learner import Learner, LearnerConfig
+from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.types import FIRST, LAST, MID, ActorOutput, Batch, LossOutput, TimeStep, Trajectory
+
+SPEC = EnvSpec("made_up", observation=Array((3,)), action=Discrete(4))
+
+
+@pytest.fixture
+def seed():
+    value = secrets.randbits(32)
+    print(f"seed={value}")
+    return value
+
+
+def experience(seed, length, size, observation=None, hidden=0):
+    """A trajectory with episodes that end; every row has reward, value and log-prob of its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    step_type = torch.full((length + 1, size), MID, dtype=torch.int32)
+    last = torch.rand(length + 1, size, generator=generator) < 0.15
+    last[1:] &= ~last[:-1]
+    step_type[last] = LAST
+    step_type[1:][last[:-1]] = FIRST
+    reward = normal(length + 1, size)
+    discount = 1 - (last & (normal(length + 1, size) > 0)).float()
+    extras = {"raw_reward": reward, "game_over": last}
+    observation = normal(length + 1, size, 3) if observation is None else observation
+    action = torch.randint(4, (length, size), generator=generator)
+    output = ActorOutput(action, {"action_log_prob": -normal(length, size).abs(), "state_value": normal(length, size)})
+    state = torch.tanh(normal(size, hidden)) if hidden else ()
+    return Trajectory(TimeStep(step_type, reward, discount, observation, extras), output, state, state)
+
+
+def make_ppo(seed, learner=None, **config):
+    torch.manual_seed(seed)
+    agent = PPO(SPEC, PPOConfig(hidden=(8,), **config))
+    learner = Learner(agent, LearnerConfig(**(learner or {})), num_iterations=5)
+    return learner, learner.init(*variables_of(agent))
+
+
+def assert_equal(a, b, **tolerance):
+    tolerance = tolerance or {"rtol": 0, "atol": 0}
+    pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y, **tolerance), a, b)
+
+
+class Counter(Agent):
+    """One parameter per row of the trajectory, and a loss whose gradient is each row's share of the minibatch.
+
+    So the first moments of Adam, with beta1 = 1/2, show which rows were in which of the minibatches.
+    """
+
+    def __init__(self, rows, recurrent=False, column="one"):
+        super().__init__()
+        self.shares = nn.Parameter(torch.zeros(rows))
+        self.recurrent, self.column = recurrent, column
+        self.standardise = () if column == "one" else (column,)
+
+    def prepare(self, trajectory, keys):
+        t = trajectory.timestep
+        steps = {
+            "row": t.observation[:-1].long(),
+            "one": torch.ones_like(t.reward[1:]),
+            "reward": t.reward[1:],
+            "weight": (t.step_type[:-1] != LAST).float(),
+        }
+        return Batch(steps, trajectory.actor_state)
+
+    def loss(self, batch, keys, target):
+        b = batch.steps
+        value = self.shares[b["row"]] * b[self.column] * b["weight"]
+        return LossOutput(value.sum(), {"count": (b["weight"] > 0).float().sum()})
+
+
+def count_rows(seed, length, size, num_minibatches, *, environments=None, recurrent=False, weights=True, epochs=1):
+    """Per row of the whole trajectory, the first moment after one update on some of its environments."""
+    environments = environments or slice(0, size)
+    rows = torch.arange((length + 1) * size, dtype=torch.float32).view(length + 1, size)
+    trajectory = experience(seed, length, size, observation=rows, hidden=2 if recurrent else 0)
+    if not weights:
+        step_type = torch.full_like(trajectory.timestep.step_type, MID)
+        trajectory = trajectory._replace(timestep=trajectory.timestep._replace(step_type=step_type))
+    keys = random.split(random.key(seed), size)[environments]
+
+    def take(tree, axis):
+        return pytree.tree_map(lambda x: x[:, environments] if axis else x[environments], tree)
+
+    part = Trajectory(*(take(x, 1) for x in trajectory[:2]), *(take(x, 0) for x in trajectory[2:]))
+    agent = Counter(length * size, recurrent)
+    config = LearnerConfig(num_epochs=epochs, num_minibatches=num_minibatches, max_grad_norm=1e9, beta1=0.5)
+    learner = Learner(agent, config, num_iterations=1)
+    state, _ = learner.update(learner.init(*variables_of(agent)), part, keys)
+    assert state.num_steps == epochs * num_minibatches
+    valid = (trajectory.timestep.step_type[:-1] != LAST).flatten()
+    return state.mu["shares"], valid
+
+
+def decode(mu, num_minibatches, rows):
+    """Which minibatch a row was in, from its first moment 1/2^(M - i) / rows; -1 for none."""
+    which = num_minibatches + torch.log2(mu * rows).round()
+    return torch.where(mu > 0, which, -1.0).long()
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(("length", "size", "minibatches"), [(8, 6, 2), (8, 4, 4), (6, 8, 4), (5, 3, 1)])
+def test_every_row_is_in_exactly_one_minibatch_of_an_epoch(seed, length, size, minibatches, recurrent):
+    rows = length * size // minibatches
+    mu, _ = count_rows(seed, length, size, minibatches, recurrent=recurrent, weights=False)
+    which = decode(mu, minibatches, rows)
+    assert torch.equal(which.bincount(minlength=minibatches), torch.full((minibatches,), rows))
+    torch.testing.assert_close(mu, 0.5 ** (minibatches - which) / rows, rtol=1e-5, atol=0)  # and there exactly once
+    if recurrent:  # whole environments
+        assert (which.view(length, size) == which.view(length, size)[0]).all()
+
+
+def test_rows_are_dealt_anew_in_every_epoch_and_update(seed):
+    one, _ = count_rows(seed, 16, 4, 2, weights=False)
+    other, _ = count_rows(seed + 1, 16, 4, 2, weights=False)
+    assert not torch.equal(one, other)
+    both, _ = count_rows(seed, 16, 4, 2, weights=False, epochs=2)
+    patterns = both.mul(32 * 16).round().unique()  # in which minibatch of the first epoch, and of the second
+    assert len(patterns) == 4
+
+
+def test_resets_are_dealt_but_weigh_nothing(seed):
+    mu, valid = count_rows(seed, 16, 8, 2)
+    assert 0 < valid.sum() < len(valid)
+    assert (mu[~valid] == 0).all() and (mu[valid] > 0).all()
+    second = mu > mu[valid].max() * 0.6  # the rows of the last minibatch have twice the moment, or nearly so
+    assert mu.sum().item() == pytest.approx(0.25 + 0.5, rel=1e-5)  # the weights of a minibatch sum to 1
+    assert mu[second].sum().item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_two_ranks_deal_the_same_sets_as_one(seed, recurrent):
+    length, size, minibatches = 8, 8, 2
+    options = {"recurrent": recurrent, "weights": False}
+    whole, _ = count_rows(seed, length, size, minibatches, **options)
+    halves = [
+        count_rows(seed, length, size, minibatches, environments=e, **options)[0] for e in (slice(0, 4), slice(4, 8))
+    ]
+    rows = length * size // minibatches
+    merged = decode(halves[0] + halves[1], minibatches, rows // 2)
+    assert torch.equal(merged, decode(whole, minibatches, rows))
+
+
+class Together:
+    """Stands for `Ranks`: the sum over threads that meet at a barrier."""
+
+    def __init__(self, rank, size, barrier, slots):
+        self.rank, self.world_size, self._barrier, self._slots = rank, size, barrier, slots
+
+    def sum(self, x):
+        self._slots[self.rank] = x.clone()
+        self._barrier.wait(60)
+        x.copy_(torch.stack(self._slots).sum(0))
+        self._barrier.wait(60)
+        return x
+
+
+@pytest.mark.parametrize("recurrent", [0, 5])
+def test_two_ranks_agree_with_one_after_several_updates(seed, recurrent):
+    length, size, world = 8, 8, 2
+    config = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-2, epsilon=1e-3)
+    torch.manual_seed(seed)
+    agents = [PPO(SPEC, PPOConfig(hidden=(8,), recurrent=recurrent)) for _ in range(world + 1)]
+    params, buffers = variables_of(agents[0])
+    keys = random.split(random.key(seed), size)
+    trajectories = [experience(seed + i, length, size, hidden=recurrent) for i in range(3)]
+    barrier, slots, results, failures = threading.Barrier(world), [torch.zeros(())] * world, {}, []
+
+    def work(name, agent, rows, ranks=None):
+        try:
+            options = {} if ranks is None else {"ranks": ranks}
+            learner = Learner(agent, config, num_iterations=5, **options)
+            state = learner.init(dict(params), dict(buffers))
+            for i, t in enumerate(trajectories):
+                columns = [pytree.tree_map(lambda x: x[:, rows], part) for part in t[:2]]
+                states = [pytree.tree_map(lambda x: x[rows], part) for part in t[2:]]
+                state, metrics = learner.update(state, Trajectory(*columns, *states), random.at(keys[rows], 3 * i))
+            results[name] = state, metrics
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+
+    work("one", agents[0], slice(0, size))
+    threads = [
+        threading.Thread(
+            target=work, args=(r, agents[1 + r], slice(4 * r, 4 * r + 4), Together(r, world, barrier, slots))
+        )
+        for r in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures, failures
+    assert_equal(results[0][0], results[1][0])  # the ranks themselves are equal to the bit
+    assert_equal(results[0][0].params, results["one"][0].params, rtol=0, atol=1e-5)
+    assert_equal(results[0][1], results["one"][1], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(results["one"][0].params["policy.weight"], params["policy.weight"])
+
+
+@pytest.mark.parametrize("recurrent", [0, 5])
+@pytest.mark.parametrize("chunk_rows", [1, 10, 24, 1000])
+def test_chunks_sum_to_the_whole_minibatch(seed, chunk_rows, recurrent):
+    trajectory = experience(seed, 12, 8, hidden=recurrent)
+    keys = random.split(random.key(seed), 8)
+    options = {"num_epochs": 1, "num_minibatches": 2, "epsilon": 1e-2}
+    whole, state = make_ppo(seed, learner=options | {"chunk_rows": 10**6}, recurrent=recurrent)
+    parts, _ = make_ppo(seed, learner=options | {"chunk_rows": chunk_rows}, recurrent=recurrent)
+    (a, metrics_a), (b, metrics_b) = (x.update(state, trajectory, keys) for x in (whole, parts))
+    assert_equal(b.params, a.params, rtol=0, atol=1e-6)
+    assert_equal(b.mu, a.mu, rtol=1e-4, atol=1e-6)
+    assert_equal(metrics_b, metrics_a, rtol=1e-4, atol=1e-5)
+
+
+def test_standardised_columns_have_mean_0_and_std_1_over_valid_rows(seed):
+    length, size = 16, 6
+    rows = torch.arange((length + 1) * size, dtype=torch.float32).view(length + 1, size)
+    trajectory = experience(seed, length, size, observation=rows)
+    reward = 50 + 7 * trajectory.timestep.reward
+    reward[1:][trajectory.timestep.step_type[:-1] == LAST] = 1e6  # rows that do not count
+    trajectory = trajectory._replace(timestep=trajectory.timestep._replace(reward=reward))
+    agent = Counter(length * size, column="reward")
+    config = LearnerConfig(num_epochs=1, num_minibatches=1, max_grad_norm=1e9, beta1=0.5)
+    learner = Learner(agent, config, num_iterations=1)
+    state, _ = learner.update(learner.init(*variables_of(agent)), trajectory, random.split(random.key(seed), size))
+    valid = (trajectory.timestep.step_type[:-1] != LAST).flatten()
+    column = (state.mu["shares"] * 2 * valid.sum())[valid].double()  # gradient = column / number of rows
+    assert abs(column.mean()) < 1e-5
+    assert column.var(correction=0).sqrt().item() == pytest.approx(1, abs=1e-4)
+    expected = reward[1:].flatten()[valid].double()
+    expected = (expected - expected.mean()) / expected.std(correction=0)
+    torch.testing.assert_close(column, expected, rtol=1e-4, atol=1e-4)
+
+
+class Quadratic(Agent):
+    """Loss `mean over rows of |W x - 1|^2 + |b|^2`: another gradient at every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def prepare(self, trajectory, keys):
+        x = trajectory.timestep.observation[:-1]
+        return Batch({"x": x, "weight": torch.ones(x.shape[:2])})
+
+    def loss(self, batch, keys, target):
+        error = (self.net(batch.steps["x"]) - 1).square().sum(-1)
+        return LossOutput((error * batch.steps["weight"]).sum(), {})
+
+
+@pytest.mark.parametrize("anneal", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
+def test_clipping_annealing_and_adam_equal_torchs(seed, max_grad_norm, anneal):
+    length, size, iterations = 4, 5, 6
+    torch.manual_seed(seed)
+    agent, reference = Quadratic().double(), Quadratic().double()
+    reference.load_state_dict(agent.state_dict())
+    trajectory = experience(seed, length, size)
+    x = trajectory.timestep.observation.double()
+    trajectory = trajectory._replace(timestep=trajectory.timestep._replace(observation=x))
+    config = LearnerConfig(
+        num_epochs=2, num_minibatches=1, learning_rate=0.03, max_grad_norm=max_grad_norm, anneal_learning_rate=anneal
+    )
+    learner = Learner(agent, config, num_iterations=iterations)
+    state = learner.init(*variables_of(agent))
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.03, eps=1e-5)
+    for i in range(iterations):
+        state, metrics = learner.update(state, trajectory, random.split(random.key(i), size))
+        norms = []
+        for _ in range(2):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.03 * (1 - i / iterations) if anneal else 0.03
+            optimizer.zero_grad()
+            ((reference.net(x[:-1]) - 1).square().sum(-1)).mean().backward()
+            norms.append(nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm))
+            optimizer.step()
+        for name, value in reference.named_parameters():
+            # bias corrections and rates are float32: 1e-4 of the distance that can have been covered
+            torch.testing.assert_close(state.params[name], value.detach(), rtol=0, atol=1e-4 * 0.03 * 2 * (i + 1))
+        torch.testing.assert_close(metrics["grad_norm"], torch.stack(norms).mean().detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_learning_rate_is_annealed_to_nothing_and_not_below(seed):
+    learner, state = make_ppo(seed, learner={"num_epochs": 1, "num_minibatches": 1, "learning_rate": 1e-2})
+    keys, sizes = random.split(random.key(seed), 4), []
+    for i in range(7):  # of 5
+        new, _ = learner.update(state, experience(seed + i, 8, 4), keys)
+        sizes.append(max(float((v - state.params[k]).abs().max()) for k, v in new.params.items()))
+        state = new
+    assert sizes[0] == pytest.approx(1e-2, rel=1e-2)  # the first step of Adam
+    assert all(s > 0 for s in sizes[:5]) and sizes[5:] == [0, 0]
+    assert sizes[4] < 0.6e-2
+
+
+def test_a_reward_that_is_not_a_number_latches_healthy_and_freezes_everything(seed):
+    learner, state = make_ppo(seed)
+    keys = random.split(random.key(seed), 4)
+    good = experience(seed, 8, 4)
+    state, _ = learner.update(state, good, keys)
+    assert state.healthy
+    reward = good.timestep.reward.clone()
+    reward[3] = float("nan")
+    bad = good._replace(timestep=good.timestep._replace(reward=reward))
+    broken, metrics = learner.update(state, bad, random.at(keys, 10))
+    assert not broken.healthy and metrics["loss"].isnan()
+    assert_equal(broken._replace(healthy=state.healthy), state)
+    later, _ = learner.update(broken, good, random.at(keys, 20))
+    assert_equal(later, broken)
+    healthy, _ = learner.update(state, good, random.at(keys, 20))
+    assert not torch.equal(healthy.params["value.weight"], state.params["value.weight"])
+
+
+def test_infinite_gradients_latch_too(seed):
+    learner, state = make_ppo(seed, learner={"num_epochs": 1, "num_minibatches": 1}, normalize_advantage=False)
+    trajectory = experience(seed, 8, 4)
+    trajectory.output.extras["state_value"][0, 0] = float("inf")
+    broken, _ = learner.update(state, trajectory, random.split(random.key(seed), 4))
+    assert not broken.healthy
+    assert_equal(broken.params, state.params)
+
+
+def test_update_is_pure(seed):
+    learner, state = make_ppo(seed)
+    trajectory, keys = experience(seed, 8, 4), random.split(random.key(seed), 4)
+    before = pytree.tree_map(torch.clone, (state, trajectory, keys))
+    one, two = (learner.update(state, trajectory, keys) for _ in range(2))
+    assert_equal(one, two)
+    assert_equal((state, trajectory, keys), before)
+
+
+def test_environments_that_cannot_be_dealt_are_refused_with_a_number_that_can(seed):
+    for recurrent, length in ((5, 8), (0, 7)):
+        learner, state = make_ppo(seed, recurrent=recurrent)
+        with pytest.raises(ValueError, match=r"num_envs=6 .*num_minibatches=4; use a multiple of 4"):
+            learner.update(state, experience(seed, length, 6, hidden=recurrent), random.split(random.key(seed), 6))

@@ -1,0 +1,255 @@
+"""The command line: what it prints, its exit status, and one sentence for everything that a user can repair."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchpod import checkpoint
+from torchpod.main import main
+
+ENV_FILE = Path(__file__).parent / "user_env.py"
+SMALL = (
+    "compile=false",
+    "logger.console=false",
+    "num_envs=4",
+    "total_env_steps=64",
+    "algo.unroll_length=8",
+    "algo.agent.hidden=[8]",
+    "evaluation.episodes=2",
+)
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Runs a command in an empty folder; returns exit status, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        status = main(argv)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def error_of(result: tuple[int, str, str]) -> str:
+    """The one sentence on standard error."""
+    status, out, error = result
+    assert status == 1, error
+    assert out == ""
+    assert error.startswith("torchpod: error: ") and error.endswith("\n") and error.count("\n") == 1
+    return error.removeprefix("torchpod: error: ").rstrip("\n")
+
+
+def test_without_a_command_or_with_help_it_says_what_there_is(call: Call):
+    status, out, _ = call()
+    assert status == 2 and "torchpod train" in out
+    for command in (["--help"], ["help"], ["train", "--help"]):
+        assert call(*command)[:2] == (0, out)
+
+
+def test_an_unknown_command_is_refused(call: Call):
+    assert error_of(call("trian")) == "torchpod trian is no command; use train, eval, plot, list, doctor, bench."
+
+
+@pytest.mark.parametrize(("what", "name"), [("envs", "cartpole"), ("algos", "ppo"), ("experiments", "cartpole")])
+def test_list_names_one_choice_a_line(what: str, name: str, call: Call):
+    status, out, _ = call("list", what)
+    assert status == 0 and name in out.splitlines()
+
+
+def test_list_of_anything_else_is_refused(call: Call):
+    assert error_of(call("list", "env")) == "torchpod list takes one of envs, algos, experiments."
+
+
+def test_train_then_eval_then_resume(call: Call):
+    status, out, error = call("train", *SMALL, "run_dir=run")
+    assert (status, error) == (0, "")
+    assert out.startswith("eval return ") and out.endswith("run folder run\n")
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert set(summary) >= {"eval_return", "env_steps", "env_steps_per_s", "wall_s", "compile_s", "hardware"}
+    assert set(summary) >= {"versions", "commit", "config_hash"}
+    status, out, _ = call("eval", "run", "--episodes", "2")
+    assert (status, json.loads(out)["mean"]) == (0, summary["eval_return"]["mean"])
+    assert call("eval", "run", "--episodes", "3", "--seed", "1")[0] == 0
+    assert call("train", "resume=run", "total_env_steps=96")[0] == 0
+    assert checkpoint.latest(Path("run")).name == f"{3:010d}"
+
+
+def test_a_population_names_its_best_member(call: Call):
+    status, out, _ = call("train", *SMALL, "run_dir=run", "population=2")
+    best = json.loads(Path("run/summary.json").read_text())["best_member"]
+    assert status == 0 and f"best member {best}: run/members/{best}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["num_enws=3"], "num_enws is no setting; did you mean num_envs"),
+        (["env=pendulun"], "env=pendulun is not known; did you mean pendulum?"),
+        (["num_envs=lots"], "num_envs='lots': expected an integer."),
+        (["num_envs=6", "algo.unroll_length=5"], "num_envs=6 per rank cannot be dealt to num_minibatches=4; use a"),
+        (["algo.agent.recurrent=4", "num_envs=6"], "num_envs=6 per rank cannot be dealt to num_minibatches=4; use a"),
+        (["device=tpu"], "device=tpu is not known; use cpu, cuda or cuda:INDEX."),
+        (["device=cuda:99"], "device=cuda:99: "),
+        (["resume=nonsense"], "resume=nonsense: there is no such folder; give a run folder, or auto."),
+        (["resume=."], ". holds no checkpoint; give a folder that torchpod train has written."),
+        (["seed=-1"], "seed=-1 is out of range; use an integer in [0, 2^64)."),
+        (["env.max_episode_steps=0"], "max_episode_steps=0 is wrong; use an integer of at least 1."),
+        (["run_dir=/proc/run"], "/proc/run cannot be written (No such file or directory); free some space, or choose"),
+        (["run_dir=file/run"], "file/run cannot be written (Not a directory); free some space, or choose another"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named_in_one_sentence(overrides: list[str], message: str, call: Call):
+    Path("file").touch()
+    assert error_of(call("train", *SMALL, *overrides)).startswith(message)
+    assert not list(Path.cwd().rglob("checkpoints"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_device_cuda_is_refused(call: Call):
+    assert error_of(call("train", *SMALL, "device=cuda")) == (
+        "device=cuda: PyTorch sees no CUDA device here; use device=cpu."
+    )
+
+
+def test_settings_that_failed_can_be_repaired_in_the_same_folder(call: Call):
+    error_of(call("train", *SMALL, "run_dir=run", "num_envs=6", "algo.unroll_length=5"))
+    assert call("train", *SMALL, "run_dir=run")[0] == 0
+
+
+def test_a_run_folder_is_never_overwritten(call: Call):
+    assert call("train", *SMALL, "run_dir=run")[0] == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    message = "run_dir=run already holds a run; use another, or resume=run to go on with it."
+    assert error_of(call("train", *SMALL, "run_dir=run")) == message
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+class TestUserEnvironment:
+    def test_one_that_breaks_the_contract_is_refused_with_the_rule(self, call: Call):
+        assert error_of(call("train", *SMALL, f"env={ENV_FILE}:Impolite", "run_dir=run")) == (
+            f"env={ENV_FILE}:Impolite breaks the contract: reward must be a torch.float32 tensor of shape [4]; it is "
+            "torch.float64 of shape [4]."
+        )
+        assert not Path("run").exists()
+
+    def test_one_that_lacks_an_argument_is_refused(self, call: Call):
+        message = f"env={ENV_FILE}:Picky needs the argument size; add +env.size=VALUE."
+        assert error_of(call("train", *SMALL, f"env={ENV_FILE}:Picky")) == message
+
+    def test_one_that_keeps_the_contract_is_trained(self, call: Call):
+        assert call("train", *SMALL, f"env={ENV_FILE}:MyEnv", "+env.limit=3")[0] == 0
+
+    def test_rewards_that_are_not_numbers_stop_the_run_with_the_trajectory(self, call: Call):
+        fault = ("+env.limit=150", "+env.fault=bad_reward", "+env.at=120")
+        settings = (*SMALL, f"env={ENV_FILE}:MyEnv", *fault, "total_env_steps=10_000", "run_dir=run")
+        error = error_of(call("train", *settings))
+        assert error.startswith("a gradient of iteration 15 is not finite; the trajectory it came from is in run/nan/")
+        assert [path.name for path in Path("run/nan").iterdir()] == ["iteration-15-rank-0.pt"]
+
+
+class TestEval:
+    def test_what_is_no_run_is_refused(self, call: Call):
+        Path("empty").mkdir()
+        assert error_of(call("eval", "empty")).startswith("empty is no run folder: config.yaml is missing or not ours")
+        assert error_of(call("eval", "nowhere")).startswith("nowhere is no run folder")
+
+    def test_no_episodes_are_refused(self, call: Call):
+        assert call("train", *SMALL, "run_dir=run")[0] == 0
+        assert error_of(call("eval", "run", "--episodes", "0")) == "--episodes 0 must be at least 1."
+
+    def test_weights_of_another_network_are_refused(self, call: Call):
+        assert call("train", *SMALL, "run_dir=run")[0] == 0
+        path = Path("run/config.yaml")
+        path.write_text(path.read_text().replace("- 8", "- 9"))
+        message = "run/checkpoints/0000000002 does not fit the agent and the environment of run/config.yaml."
+        assert error_of(call("eval", "run")) == message
+
+
+def test_without_a_compiler_compile_true_says_so_and_compile_false_works(call: Call, monkeypatch: pytest.MonkeyPatch):
+    for variable, value in (("CXX", "/nowhere/g++"), ("PATH", "/nowhere")):
+        with monkeypatch.context() as patch:
+            patch.delenv("CXX", raising=False)
+            patch.setenv(variable, value)
+            error = error_of(call("train", *SMALL, "compile=true", f"run_dir={variable}"))
+            assert error.startswith("compile=true needs a C++ compiler, and")
+            assert error.endswith("or run with compile=false.")
+            assert not Path(variable).exists()
+            assert call("train", *SMALL, f"run_dir={variable}")[0] == 0
+
+
+def test_the_traceback_is_there_for_who_wants_it(call: Call, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHPOD_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="numenvs is no setting"):
+        call("train", "numenvs=3")
+
+
+def test_python_m_torchpod_is_the_same_command(tmp_path: Path):
+    result = subprocess.run(
+        [sys.executable, "-m", "torchpod", "train", "nun_envs=3"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("torchpod: error: nun_envs is no setting; did you mean num_envs")
+    assert result.stderr.count("\n") == 1
+
+
+class TestDisk:
+    """On a file system of our own, in a user namespace: root may write anywhere, but not where there is no room."""
+
+    def mounted(self, options: str, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        unshare = shutil.which("unshare")
+        probe = [unshare or "false", "-rm", "mount", "-t", "tmpfs", "none", str(folder)]
+        if subprocess.run(probe, capture_output=True, check=False).returncode:
+            pytest.skip("needs unshare(1) and user namespaces")
+        command = f"mount -t tmpfs -o {options} none {folder} && cd {folder} && {script}"
+        python = f"'{sys.executable}' -m torchpod"
+        settings = " ".join(f"'{item}'" for item in SMALL)
+        command = command.replace("TORCHPOD", python).replace("SMALL", settings)
+        environment = {**os.environ, "TMPDIR": "/tmp"}
+        return subprocess.run(
+            ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=False, env=environment
+        )
+
+    def test_a_full_disk_ends_the_run_with_one_sentence_and_its_last_checkpoint(self, tmp_path: Path):
+        result = self.mounted(
+            "size=128k",
+            "TORCHPOD train SMALL run_dir=run total_env_steps=1000000 checkpoint.interval_s=0 checkpoint.keep=1000;"
+            "echo $?; ls -A run/checkpoints; rm -r run/checkpoints/0000000001; TORCHPOD eval run; echo $?",
+            tmp_path,
+        )
+        sentence, *rest = result.stderr.splitlines()
+        assert rest == [], result.stderr
+        assert sentence.startswith("torchpod: error: run/")
+        assert "cannot be written (No space left on device); free some space, or choose another folder" in sentence
+        status, *names, score, eval_status = result.stdout.splitlines()
+        assert (status, eval_status) == ("1", "0")
+        assert len(names) > 1 and all(name.isdigit() for name in names)
+        assert json.loads(score)["checkpoint"] == names[-1]
+
+    def test_a_read_only_folder_is_named(self, tmp_path: Path):
+        result = self.mounted("ro", "TORCHPOD train SMALL run_dir=run; echo $?", tmp_path)
+        assert result.stderr == (
+            "torchpod: error: run cannot be written (Read-only file system); free some space, or choose another folder "
+            "with run_dir=DIR.\n"
+        )
+        assert result.stdout == "1\n"
+
+    def test_a_run_in_a_folder_that_became_read_only_stays_as_it_is(self, tmp_path: Path):
+        result = self.mounted(
+            "size=4m",
+            f"TORCHPOD train SMALL run_dir=run > /dev/null && mount -o remount,ro {tmp_path};"
+            "TORCHPOD train resume=run total_env_steps=128; echo $?; TORCHPOD eval run > /dev/null; echo $?",
+            tmp_path,
+        )
+        assert result.stderr.startswith("torchpod: error: run/config.yaml cannot be written (Read-only file system)")
+        assert result.stderr.count("\n") == 1
+        assert result.stdout == "1\n0\n"

@@ -1,0 +1,357 @@
+"""Runs that are killed, stopped, broken, resumed and handed on."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import torchpod as tp
+from tests.user_env import MyEnv
+from tests.zygote import Zygote, wait_until
+from torchpod import checkpoint, metrics
+from torchpod.config import ConfigError, load
+from torchpod.eval_run import eval_run
+from torchpod.run import NonFiniteErrorInRun, Run, execute
+
+ENV_FILE = Path(__file__).parent / "user_env.py"
+SMALL = (
+    "compile=false",
+    "logger.console=false",
+    "num_envs=8",
+    "algo.unroll_length=16",
+    "algo.agent.hidden=[8]",
+    "algo.learner.num_epochs=2",
+    "algo.learner.num_minibatches=2",
+    "evaluation.episodes=2",
+)
+CARTPOLE = (*SMALL, "env.max_episode_steps=20")
+ITERATION = 8 * 16  # environment steps
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Zygote]:
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def zygote(server: Zygote) -> Iterator[Zygote]:
+    yield server
+    server.settle()
+
+
+def run(folder: Path, *overrides: str) -> Run:
+    return execute(load([*CARTPOLE, f"run_dir={folder}", *overrides]))
+
+
+def rows(run_dir: Path) -> list[dict]:
+    """What metrics.jsonl says, without times."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not metrics.is_timing(k)} for line in lines]
+
+
+def state(run_dir: Path) -> dict[str, torch.Tensor]:
+    folder = checkpoint.latest(run_dir)
+    return torch.load(folder / "state-0.pt", weights_only=True) | checkpoint.load_weights(folder)
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert checkpoint.latest(one).name == checkpoint.latest(other).name
+    a, b = state(one), state(other)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    assert rows(one) == rows(other)
+
+
+def rows_written(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_run_that_is_killed_ten_times_ends_as_if_nothing_had_happened(zygote: Zygote, tmp_path: Path):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed={seed}")
+    draw = random.Random(seed)
+    kills, iterations = 10, 80
+    command = ("train", *CARTPOLE, f"total_env_steps={iterations * ITERATION}", "checkpoint.interval_s=0")
+    status, _, error = zygote.run(*command, "run_dir=whole", cwd=tmp_path)
+    assert status == 0, error
+    killed, killed_at = tmp_path / "killed", []
+    for moment in sorted(draw.uniform(0.0, iterations - 2.0) for _ in range(kills)):
+        if checkpoint.all_of(killed) and draw.random() < 0.5:
+            job = zygote.start("train", "resume=killed", cwd=tmp_path)
+        else:
+            job = zygote.start(*command, "run_dir=killed", "resume=auto", cwd=tmp_path)
+        if draw.random() < 0.8:  # in that iteration; else somewhere between the start and the first one
+            wait_until(lambda moment=moment: rows_written(killed) >= moment)
+        time.sleep(draw.uniform(0.0, 0.1))
+        job.kill(signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL, job.err
+        killed_at.append(checkpoint.all_of(killed)[-1].name if checkpoint.all_of(killed) else None)
+    print(f"killed after checkpoints {killed_at}")
+    status, _, error = zygote.run(*command, "run_dir=killed", "resume=auto", cwd=tmp_path)
+    assert status == 0, error
+    assert_equal_runs(tmp_path / "whole", killed)
+
+
+def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Killed(BaseException):
+        pass
+
+    rename = os.replace
+
+    def killed_in_the_third(source: Path, target: Path) -> None:
+        if Path(target).name == f"{3:010d}":
+            raise Killed
+        rename(source, target)
+
+    settings = (f"total_env_steps={6 * ITERATION}", "checkpoint.interval_s=0", "checkpoint.keep=2")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoint.os, "replace", killed_in_the_third)
+        run(tmp_path / "killed", *settings)
+    left = tmp_path / "killed" / "checkpoints" / f".partial-{3:010d}"
+    assert (left / "meta.json").exists()
+    left.rename(left.with_name(f".partial-{4:010d}"))  # of another moment: nothing in it may be taken over
+    assert checkpoint.latest(tmp_path / "killed").name == f"{2:010d}"
+    run(tmp_path / "killed", *settings, "resume=auto")
+    run(tmp_path / "whole", *settings)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
+    names = sorted(path.name for path in (tmp_path / "killed" / "checkpoints").iterdir())
+    assert names == [f"{5:010d}", f"{6:010d}"]  # rotated, and nothing partial
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_stop_saves_itself_within_seconds_and_can_go_on(
+    number: signal.Signals, zygote: Zygote, tmp_path: Path
+):
+    command = ("train", *CARTPOLE, f"total_env_steps={40 * ITERATION}")
+    job = zygote.start(*command, "run_dir=stopped", cwd=tmp_path)
+    wait_until(lambda: rows_written(tmp_path / "stopped") >= 5)
+    began = time.perf_counter()
+    job.kill(number)
+    assert job.wait() == 130
+    assert time.perf_counter() - began < 10
+    saved = checkpoint.latest(tmp_path / "stopped")
+    assert job.err == f"torchpod: stopped at iteration {int(saved.name)}; go on with resume=stopped\n"
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    assert zygote.run("train", "resume=stopped", cwd=tmp_path)[0] == 0
+    assert zygote.run(*command, "run_dir=whole", cwd=tmp_path)[0] == 0
+    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_running_call(zygote: Zygote, tmp_path: Path):
+    slow = (f"env={ENV_FILE}:MyEnv", "+env.fault=sleep", "+env.at=200")
+    job = zygote.start("train", *SMALL, *slow, "run_dir=slow", "checkpoint.interval_s=0", cwd=tmp_path)
+    wait_until(lambda: rows_written(tmp_path / "slow") >= 11)  # from now on a call takes five seconds
+    saved = checkpoint.latest(tmp_path / "slow")
+    time.sleep(1.0)
+    began = time.perf_counter()
+    job.kill(signal.SIGINT)
+    time.sleep(0.2)
+    job.kill(signal.SIGINT)
+    assert job.wait() == 130
+    assert time.perf_counter() - began < 2
+    assert job.err == "torchpod: stopped by SIGINT without a new checkpoint\n"
+    assert checkpoint.latest(tmp_path / "slow").name >= saved.name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_stop_while_it_compiles_stops_at_once(number: signal.Signals, tmp_path: Path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchpod", "train", "run_dir=compiling"],
+        cwd=tmp_path,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((tmp_path / "compiling" / "metrics.jsonl").exists)
+    time.sleep(2.0)
+    assert rows_written(tmp_path / "compiling") == 0, "it has compiled already"
+    began = time.perf_counter()
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert time.perf_counter() - began < 10
+    assert (process.returncode, error) == (130, f"torchpod: stopped by {number.name} without a new checkpoint\n")
+    assert checkpoint.all_of(tmp_path / "compiling") == []
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
+    settings = (f"total_env_steps={3 * ITERATION}",)
+    run(tmp_path / "whole", *settings)
+    run(tmp_path / "again", *settings)
+    for path in checkpoint.all_of(tmp_path / "again"):
+        path.rename(tmp_path / "taken away")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(tmp_path / "again", *settings)
+    run(tmp_path / "again", *settings, "resume=auto")
+    assert_equal_runs(tmp_path / "whole", tmp_path / "again")
+
+
+def test_a_resumed_run_keeps_its_own_settings_unless_they_are_given(tmp_path: Path):
+    run(tmp_path / "a", f"total_env_steps={3 * ITERATION}", "checkpoint.keep=2", "loop.iterations_per_call=2")
+    resumed = execute(load([f"resume={tmp_path / 'a'}", f"total_env_steps={5 * ITERATION}", "checkpoint.interval_s=0"]))
+    assert resumed.summary["env_steps"] == rows(tmp_path / "a")[-1]["env_steps"]
+    config = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    assert config["checkpoint"] == {"interval_s": 0.0, "keep": 2}
+    assert (config["total_env_steps"], config["num_envs"], config["compile"]) == (5 * ITERATION, 8, False)
+    assert [row["iteration"] for row in rows(tmp_path / "a")] == [2, 3, 4, 5]
+
+
+def test_resuming_a_finished_run_changes_nothing_that_was_learned(tmp_path: Path):
+    run(tmp_path / "a", f"total_env_steps={2 * ITERATION}")
+    before, inode = rows(tmp_path / "a"), checkpoint.latest(tmp_path / "a").stat().st_ino
+    again = execute(load([f"resume={tmp_path / 'a'}"]))
+    assert rows(tmp_path / "a") == before
+    assert checkpoint.latest(tmp_path / "a").stat().st_ino == inode
+    assert again.summary["eval_return"]["episodes"] == 2
+
+
+def test_resume_auto_finds_the_newest_run_of_the_experiment_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    settings = (*CARTPOLE, f"total_env_steps={2 * ITERATION}", "seed=3", "resume=auto")
+    first = execute(load(settings))
+    assert (first.dir.parent, first.dir.name.endswith("-seed3")) == (Path("runs/ppo_cartpole"), True)
+    other = execute(load([*settings, "experiment_name=other"]))
+    assert other.dir.parent == Path("runs/other")
+    assert execute(load(settings)).dir == first.dir
+
+
+def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    settings = (*CARTPOLE, f"total_env_steps={ITERATION}")
+    assert len({execute(load(settings)).dir for _ in range(4)}) == 4
+
+
+class TestNanGuard:
+    def test_the_run_stops_with_the_trajectory_and_keeps_its_last_checkpoint(self, tmp_path: Path):
+        env = {"name": f"{ENV_FILE}:MyEnv", "limit": 150, "fault": "bad_reward", "at": 120}  # in the 8th iteration
+        overrides = [f"env={env['name']}", *(f"+env.{k}={v}" for k, v in env.items() if k != "name")]
+        folder = tmp_path / "a"
+        with pytest.raises(NonFiniteErrorInRun, match="gradient of iteration 8 is not finite") as error:
+            execute(load([*SMALL, *overrides, f"run_dir={folder}", "checkpoint.interval_s=0"]))
+        path = folder / "nan" / "iteration-8-rank-0.pt"
+        assert str(path) in str(error.value)
+        trajectory = torch.load(path, weights_only=True)
+        reward = trajectory[".timestep.reward"]
+        assert reward.shape == (17, 8)
+        assert reward[8].isnan().all() and reward.isnan().sum() == 8
+        assert checkpoint.latest(folder).name == f"{7:010d}"
+        assert all(x.isfinite().all() for x in checkpoint.load_weights(checkpoint.latest(folder)).values())
+
+
+class TestUserEnvironment:
+    def test_a_class_in_a_file_is_trained_resumed_and_evaluated(self, tmp_path: Path):
+        overrides = (f"env={ENV_FILE}:MyEnv", "+env.limit=7", f"total_env_steps={2 * ITERATION}")
+        trained = execute(load([*SMALL, *overrides, f"run_dir={tmp_path / 'a'}"]))
+        assert yaml.safe_load((trained.dir / "config.yaml").read_text())["env"] == {
+            "name": f"{ENV_FILE}:MyEnv",
+            "limit": 7,
+        }
+        assert rows(trained.dir)[-1]["episode_length"] == 7
+        execute(load([f"resume={trained.dir}", f"total_env_steps={3 * ITERATION}"]))
+        assert json.loads(eval_run(trained.dir, episodes=3))["episodes"] == 3
+
+    def test_an_object_is_trained_and_resumed_from_python(self, tmp_path: Path):
+        settings = {
+            "algo": "ppo",
+            "num_envs": 8,
+            "compile": False,
+            "logger": {"console": False},
+            "evaluation": {"episodes": 2},
+            "overrides": ["algo.unroll_length=16", "algo.agent.hidden=[8]"],
+        }
+        folder = tmp_path / "it's (a) folder, with=signs"
+        trained = tp.train(env=MyEnv(limit=7), run_dir=folder, total_env_steps=2 * ITERATION, **settings)
+        assert trained.dir == folder
+        assert rows(folder)[-1]["episode_length"] == 7
+        assert yaml.safe_load((folder / "config.yaml").read_text())["env"] == {"name": "object:MyEnv"}
+        with pytest.raises(ConfigError, match="env=object:MyEnv was a Python object; hand it over again"):
+            eval_run(folder, episodes=2)
+        with pytest.raises(ConfigError, match="env=object:MyEnv was a Python object; hand it over again"):
+            tp.train(resume=folder)
+        resumed = tp.train(env=MyEnv(limit=7), resume=folder, total_env_steps=3 * ITERATION)
+        assert [row["iteration"] for row in rows(folder)] == [1, 2, 3]
+        key = torch.zeros(1, 3, dtype=torch.int64)
+        _, timestep = MyEnv().init(key)
+        output, _ = resumed.policy.act(timestep, resumed.agent.initial_state(1), key, explore=False)
+        assert output.action.shape == (1,)
+
+    def test_an_object_of_another_class_is_refused_on_resume(self, tmp_path: Path):
+        run(tmp_path / "a", f"total_env_steps={ITERATION}")
+        with pytest.raises(ConfigError, match="env.name=object:MyEnv cannot change: .* has cartpole"):
+            tp.train(env=MyEnv(), resume=tmp_path / "a")
+
+
+class TestPopulation:
+    SETTINGS = ("population=2", "+members.discount=[0.9,0.99]", "algo.learner.anneal_learning_rate=false")
+
+    def test_a_member_goes_on_as_the_run_that_it_would_have_been_alone(self, tmp_path: Path):
+        population = run(tmp_path / "p", *self.SETTINGS, f"total_env_steps={2 * ITERATION}", "seed=5")
+        assert set(population.summary["members"][0]) == {"mean", "iqm", "ci95", "episodes"}
+        assert population.summary["best_member"] in (0, 1)
+        for p, discount in ((0, 0.9), (1, 0.99)):
+            member = tmp_path / "p" / "members" / str(p)
+            assert len(eval_run(member, episodes=2).splitlines()) == 1
+            resumed = execute(load([f"resume={member}", f"total_env_steps={4 * ITERATION}"]))
+            assert resumed.summary["env_steps"] == rows(member)[-1]["env_steps"]
+            alone = tmp_path / f"alone{p}"
+            run(
+                alone,
+                f"seed={5 + p}",
+                f"algo.agent.discount={discount}",
+                "algo.learner.anneal_learning_rate=false",
+                f"total_env_steps={4 * ITERATION}",
+            )
+            a, b = rows(alone), rows(member)
+            for row in a[:2] + b[:2]:
+                row.pop("env_steps")  # a population reports the steps of its first member: resets differ
+            assert a == b
+            assert state(alone).keys() == state(member).keys()
+            assert all(torch.equal(x, state(member)[name]) for name, x in state(alone).items())
+
+    def test_the_folder_of_all_is_evaluated_member_by_member_and_goes_on(self, tmp_path: Path):
+        run(tmp_path / "p", *self.SETTINGS, f"total_env_steps={2 * ITERATION}")
+        lines = [json.loads(line) for line in eval_run(tmp_path / "p", episodes=3).splitlines()]
+        assert [line["episodes"] for line in lines] == [3, 3]
+        execute(load([f"resume={tmp_path / 'p' / 'members' / '0'}", f"total_env_steps={5 * ITERATION}"]))
+        execute(load([f"resume={tmp_path / 'p'}", f"total_env_steps={3 * ITERATION}"]))
+        newest = [checkpoint.latest(tmp_path / "p" / "members" / str(p)).name for p in range(2)]
+        assert newest == [f"{5:010d}", f"{3:010d}"]  # the first has gone on by itself, and is left alone
+        assert len(rows(tmp_path / "p" / "members" / "1")) == 3
+
+    def test_a_member_setting_that_does_not_exist_or_fit_is_refused(self, tmp_path: Path):
+        for override, message in (
+            ("+members.discoutn=[1,2]", "members.discoutn is no setting; did you mean discount?"),
+            ("+members.discount=[1]", "members.discount=\\[1.0\\] must be a list of population=2 numbers"),
+            ("+members.discount=[a,b]", "members.discount\\[0\\]='a': expected a number"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                run(tmp_path / "p", "population=2", override)
+
+    def test_python_takes_members_as_a_dict(self, tmp_path: Path):
+        overrides = ["env.max_episode_steps=20", "algo.unroll_length=16", "algo.agent.hidden=[8]"]
+        trained = tp.train(
+            env="cartpole",
+            num_envs=8,
+            compile=False,
+            population=2,
+            members={"discount": [0.5, 0.6], "learning_rate": [1e-3, 1e-4]},
+            total_env_steps=ITERATION,
+            run_dir=tmp_path / "p",
+            overrides=overrides,
+        )
+        assert trained.variables["discount"].tolist() == pytest.approx([0.5, 0.6])
+        assert state(tmp_path / "p")[".learner.learning_rate['loss']"].tolist() == pytest.approx([1e-3, 1e-4])
+

@@ -1,0 +1,67 @@
+"""A user's environment, in a file of its own, with faults to choose from. Tests name it as `env=PATH:MyEnv`."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchpod.env import TensorEnv
+from torchpod.specs import Array, Discrete, EnvSpec
+
+
+class MyEnv(TensorEnv):
+    """Walks left and right; reward is the position.
+
+    Args:
+      limit: steps of an episode.
+      fault: what goes wrong in batches of more than 4, which are training: "raise", "bad_reward" or "sleep".
+      at: the step (of an episode for "bad_reward", else of the process) at which it does.
+      rank: on which rank.
+      marker: a file that is written when it does, so that it happens once; empty: it happens always.
+    """
+
+    def __init__(self, limit: int = 20, fault: str = "", at: int = 0, rank: int = 0, marker: str = "") -> None:
+        self.spec = EnvSpec("my_env", Array((2,)), Discrete(2), limit)
+        self.fault, self.at, self.marker, self.calls = fault, at, marker, 0
+        if os.environ.get("RANK", "0") != str(rank):
+            self.fault = ""
+
+    def reset(self, keys: Tensor) -> Tensor:
+        """`[B, 2]`: position, steps."""
+        return torch.zeros(keys.shape[0], 2)
+
+    def transition(self, state: Tensor, action: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A step, or a fault."""
+        position, count = state[:, 0] + 0.2 * action - 0.1, state[:, 1] + 1
+        reward = torch.where(count == self.at, torch.nan, position) if self.fault == "bad_reward" else position
+        if keys.shape[0] > 4:
+            self.calls += 1
+            if self.fault == "sleep" and self.calls > self.at:
+                time.sleep(0.3)
+            if self.fault == "raise" and self.calls > self.at and not (self.marker and Path(self.marker).exists()):
+                if self.marker:
+                    Path(self.marker).touch()
+                raise RuntimeError("the simulator lost its licence")
+        return torch.stack([position, count], -1), reward, position.abs() > 10.0
+
+    def observe(self, state: Tensor) -> Tensor:
+        """Position and time."""
+        return state * torch.tensor([1.0, 0.01])
+
+
+class Impolite(MyEnv):
+    """Breaks the contract: rewards in the wrong precision."""
+
+    def step(self, state, action, keys):  # noqa: ANN001, ANN201
+        """See `Env.step`."""
+        state, timestep = super().step(state, action, keys)
+        return state, timestep._replace(reward=timestep.reward.double())
+
+
+class Picky(MyEnv):
+    """Needs an argument."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(limit=size)
