@@ -71,7 +71,7 @@ def at(key: Tensor, counter: int | Tensor) -> Tensor:
       counter: int, or int64 with the leading axes of `key` (a scalar: the same for all).
     """
     counter = torch.as_tensor(counter, dtype=torch.int64, device=key.device) & _MASK
-    counter = counter.reshape(*counter.shape, *[1] * (key.ndim - 1 - counter.ndim)).expand(key.shape[:-1])
+    counter = counter.reshape(counter.shape + (1,) * (key.ndim - 1 - counter.ndim)).expand(key.shape[:-1])
     return torch.cat([key[..., :2], counter[..., None]], -1)
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import time
@@ -372,13 +373,14 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, with `+changes` if it is not clean; None outside a checkout."""
+    """The commit of the source tree, with `+changes` if it is not clean; None outside a checkout or without git."""
     root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or shutil.which("git") is None:
         return None
-    git = lambda *args: subprocess.run(  # noqa: E731
-        ["git", "-C", str(root), *args], capture_output=True, text=True, check=False
-    ).stdout.strip()
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", root, *command], capture_output=True, text=True, check=False).stdout.strip()
+
     return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "") or None
 
 

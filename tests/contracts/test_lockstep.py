@@ -62,7 +62,7 @@ def test_a_host_environment_in_a_thread_equals_anakin_to_the_bit(seed, recurrent
         carry, trajectory = trajectories.get(timeout=60)
         assert carry.env_state is None
         assert_equal(trajectory, expected[i])
-        keys = random.at(begin.learner_keys, i * (LEARNER.num_epochs + 1))
+        keys = random.at(begin.learner_keys, i * learner.counters_per_update)
         mine, metrics = learner.update(mine, trajectory, keys)
         for name, value in metrics.items():
             assert torch.equal(value, losses[i][name])
