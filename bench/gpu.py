@@ -49,7 +49,8 @@ def main(json_path: str | None = None, *, quick: bool = False, device: str = "cu
         "rows": rows,
         "failures": failures,
     }
-    path = Path(json_path) if json_path else harness.ROOT / "bench" / "results" / f"gpu_{time.strftime('%Y-%m-%d')}.json"
+    default = harness.ROOT / "bench" / "results" / f"gpu_{time.strftime('%Y-%m-%d')}.json"
+    path = Path(json_path) if json_path else default
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1))
     print(f"{len(rows)} rows in {path}")
@@ -89,7 +90,7 @@ def correctness(device: str, num_envs: int) -> tuple[list[dict[str, Any]], list[
         difference = largest_difference(results[a], results[b])
         rows.append({"name": f"difference_{a}_{b}", "value": difference, "unit": "max abs over parameters"})
         if not difference <= TOLERANCE:
-            failures.append(f"{b} differs from {a} by {difference:.2e} after one iteration; at most {TOLERANCE} is allowed.")
+            failures.append(f"{b} differs from {a} by {difference:.2e} after one iteration; {TOLERANCE} is allowed.")
     syncs = host_syncs(replay)
     rows.append({"name": "host_syncs_per_replay", "value": len(syncs), "unit": "calls"})
     if syncs:

@@ -6,7 +6,7 @@ of the module's own. So one file serves one run, a population (vmap over variabl
 updates, and both loops. An agent never learns which loop it is in.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,13 @@ class Agent(nn.Module):
     recurrent: bool = False
     """True: `loss` gets whole sequences `[T, B', ...]`; False: rows `[R, ...]` shuffled over time and environment."""
     standardise: tuple[str, ...] = ()
-    """Names in `Batch.steps` that the learner shifts and scales, per minibatch and over all ranks, to mean 0, std 1."""
+    """Names in `Batch.steps` that the learner brings to mean 0, std 1, per minibatch and over all ranks."""
     target_rate: float | None = None
     """Target parameters follow by `target += rate * (params - target)` after each update; None for no targets."""
+
+    if TYPE_CHECKING:  # buffers registered by name have no other declaration
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def hyperparameter(self, name: str, value: float) -> None:
         """Registers `self.<name>` as a float32 scalar tensor, so that members of a population may differ in it."""
@@ -91,15 +95,12 @@ class Bound:
         return functional_call(self._agent, self._variables, (method, *args), kwargs)
 
     def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
-        """See `Agent.act`."""
         return self("act", timestep, state, keys, explore)
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
-        """See `Agent.prepare`."""
         return self("prepare", trajectory, keys)
 
     def loss(self, batch: Batch, keys: Tensor, target: "Bound | None" = None) -> LossOutput:
-        """See `Agent.loss`."""
         return self("loss", batch, keys, target)
 
 

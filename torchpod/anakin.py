@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import Agent, variables_of
 from torchpod.compile import Compiler, span
-from torchpod.distributed import Ranks
+from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
 from torchpod.episodes import count_episodes, mean_metrics
 from torchpod.graph import Replay
@@ -94,7 +94,7 @@ class Anakin:
         learner: LearnerConfig,
         num_iterations: int,
         compiler: Compiler,
-        ranks: Ranks = Ranks(),
+        ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
     ) -> None:
         if not (env.traits.pure and env.traits.capturable):
@@ -211,9 +211,9 @@ def train(
 def _find_failure(anakin: Anakin, state: AnakinState, count: int) -> NonFiniteError:
     """Runs the iterations of a failed call again, one by one: the same keys give the same numbers."""
     for _ in range(count):
-        _, trajectory = anakin.rollout(state)
         after, _ = anakin.iterate(state)
         if not after.learner.healthy.any():
             break
         state = after
+    _, trajectory = anakin.rollout(state)
     return NonFiniteError(int(state.iteration.flatten()[0]) + 1, trajectory)

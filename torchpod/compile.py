@@ -145,7 +145,7 @@ _TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.8
 
 
 def rational_tanh(x: Tensor) -> Tensor:
-    """tanh in float32 as a quotient of two polynomials; within 3 ulps."""
+    """Tanh in float32 as a quotient of two polynomials; within 3 ulps."""
     x = x.clamp(-_TANH_CLAMP, _TANH_CLAMP)
     square = x * x
 

@@ -7,7 +7,6 @@ minibatches, and one flat gradient per optimizer step.
 """
 
 import math
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
-from torchpod.distributed import Ranks
+from torchpod.distributed import ALONE, Ranks
 from torchpod.types import Batch, Trajectory
 
 
@@ -79,7 +78,7 @@ class Learner:
         *,
         num_iterations: int,
         compiler: Compiler | None = None,
-        ranks: Ranks = Ranks(),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.agent, self.config, self.ranks = agent, config, ranks
         self.num_iterations = num_iterations
@@ -151,7 +150,7 @@ class Learner:
         rows = weight.shape[axis]
         num_chunks = self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
         size = rows // num_chunks
-        total = self._zeros
+        total: Any = self._zeros
         for c in range(num_chunks):
             chunk = Batch(
                 pytree.tree_map(lambda x, c=c: x.narrow(axis, c * size, size), minibatch.steps),
@@ -183,6 +182,7 @@ class Learner:
         """
         m = self.config.num_minibatches
         length, size = batch.steps["weight"].shape
+        index = torch.arange(size, device=keys.device)
         if self.agent.recurrent or length % m:
             if size % m:
                 raise ValueError(
@@ -190,16 +190,15 @@ class Learner:
                 )
             # order[g, i]: which of the M environments of group g goes to minibatch i
             order = random.bits(keys, 1).reshape(size // m, m).argsort(1)
-            index = (torch.arange(size // m, device=keys.device)[:, None] * m + order).T.flatten()  # [M * B/M]
+            index = (index[::m, None] + order).T.flatten()  # [M * B/M]
 
             def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, T, B/M, ...]
                 return x[:, index].reshape(length, m, size // m, *x.shape[2:]).movedim(1, 0)
         else:
             order = random.permutation(keys, length).T  # [T, B]
-            envs = torch.arange(size, device=keys.device)
 
             def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, T/M, B, ...]
-                return x[order, envs].reshape(m, length // m, size, *x.shape[2:])
+                return x[order, index].reshape(m, length // m, size, *x.shape[2:])
 
         steps = pytree.tree_map(deal, batch.steps)
         if self.agent.recurrent:

@@ -85,13 +85,11 @@ def test_ppo_climbs_the_probe_ladder(probe):
     )
     *_, (_, program) = train(anakin, anakin.init(0))
     learner = program.state.learner
-    policy = anakin.agent
+    policy = bind(anakin.agent, learner.params | learner.buffers)
     observations = torch.tensor(env.observations)[:, None]
-    carry = start(policy, env, random.split(random.key(5), len(observations)))
+    carry = start(anakin.agent, env, random.split(random.key(5), len(observations)))
     timestep = carry.timestep._replace(observation=observations)
-    from torchpod.agent import bind
-
-    output, _ = bind(policy, learner.params | learner.buffers).act(timestep, (), carry.timestep.step_type[:, None], False)
+    output, _ = policy.act(timestep, (), random.split(random.key(6), len(observations)), explore=False)
     values = output.extras["state_value"]
     assert torch.allclose(values, torch.tensor(env.values(0.9)), atol=0.1), values
     if env.best_actions is not None:

@@ -64,6 +64,10 @@ class Ranks(NamedTuple):
         return total // self.world_size
 
 
+ALONE = Ranks()
+"""One process."""
+
+
 def init(device: str, timeout_s: float = 300.0) -> tuple[Ranks, torch.device]:
     """Joins the process group that `torchrun` describes in the environment, if it does.
 

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class Encoder(nn.Module):
     def __init__(self, spec: specs.SpecTree, hidden: Sequence[int], activation: str, channels: Sequence[int]) -> None:
         super().__init__()
         self.names = [k for k in sorted(spec) if k != "action_mask"] if isinstance(spec, dict) else None
-        leaves = [spec[k] for k in self.names] if self.names is not None else [spec]
+        leaves: list[Any] = [spec[k] for k in self.names] if isinstance(spec, dict) and self.names else [spec]
         self.event_dims = [len(leaf.shape) for leaf in leaves]
         self.is_image = len(leaves) == 1 and len(leaves[0].shape) == 3 and len(channels) > 0
         if self.is_image:
@@ -85,9 +86,8 @@ class Encoder(nn.Module):
             leaves = [observation]
         if self.is_image:
             return self.net(leaves[0].float())
-        flat = [
-            leaf.float().reshape(*leaf.shape[: leaf.ndim - dims], -1) for leaf, dims in zip(leaves, self.event_dims)
-        ]
+        pairs = zip(leaves, self.event_dims, strict=True)
+        flat = [leaf.float().reshape(*leaf.shape[: leaf.ndim - dims], -1) for leaf, dims in pairs]
         return self.net(flat[0] if len(flat) == 1 else torch.cat(flat, -1))
 
 

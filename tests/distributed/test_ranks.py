@@ -1,0 +1,172 @@
+"""Two ranks, by torchrun and gloo on this CPU, against one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.zygote import wait_until
+from torchpod import checkpoint
+from torchpod.distributed import Ranks, SplitError
+
+PROBE = Path(__file__).with_name("probe.py")
+ENV_FILE = Path(__file__).parents[1] / "user_env.py"
+SMALL = (
+    "compile=false",
+    "logger.console=false",
+    "num_envs=16",
+    "algo.unroll_length=16",
+    "algo.agent.hidden=[8]",
+    "algo.learner.num_minibatches=4",
+    "evaluation.episodes=2",
+)
+ITERATION = 16 * 16
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def torchrun(folder: Path, *command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TORCHRUN, *options, *command], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
+
+
+def train(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return torchrun(folder, "-m", "torchpod", "train", *SMALL, *overrides, options=options)
+
+
+def our_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("torchpod:")]
+
+
+MLP = ("experiment=cartpole", "env.max_episode_steps=30")
+GRU = ("experiment=memory_chain", "env.memory_length=5", "algo.agent.recurrent=8")
+
+
+@pytest.mark.parametrize("agent", [MLP, GRU], ids=["mlp", "gru"])
+def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(agent: tuple[str, ...], tmp_path: Path):
+    overrides = (*agent, *SMALL, f"total_env_steps={20 * ITERATION}")
+    out = tmp_path / "two"
+    out.mkdir()
+    result = torchrun(tmp_path, str(PROBE), str(out), *overrides)
+    assert result.returncode == 0, result.stderr
+    subprocess.run([sys.executable, PROBE, tmp_path, *overrides], env=environment(), check=True)
+    one = torch.load(tmp_path / "rank-0.pt", weights_only=True)
+    two = [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+    for name in ("env_keys", "actor_keys", "learner_keys", "action"):
+        assert torch.equal(torch.cat([x[name] for x in two]), one[name]), name
+    torch.testing.assert_close(torch.cat([x["observation"] for x in two]), one["observation"], rtol=0, atol=1e-6)
+    differences = []
+    for params, zero, first in zip(one["params"], two[0]["params"], two[1]["params"], strict=True):
+        assert all(torch.equal(zero[name], first[name]) for name in params)  # ranks never drift apart
+        differences.append(max((params[name] - zero[name]).abs().max().item() for name in params))
+    updates = len(one["params"]) - 1
+    moved = max((one["params"][-1][name] - x).abs().max().item() for name, x in one["params"][0].items())
+    print(f"after {updates} iterations parameters moved by {moved:.2g}, ranks differ by {differences[-1]:.2g}")
+    assert updates == 20 and moved > 1e-2
+    assert differences[-1] < 1e-5
+    for a, b in zip(one["metrics"], two[0]["metrics"], strict=True):
+        assert torch.equal(a["episodes"], b["episodes"])
+        torch.testing.assert_close(a["loss"], b["loss"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_of_two_ranks_is_stopped_resumed_and_ends_like_one_left_alone(tmp_path: Path):
+    overrides = (*MLP, *SMALL, f"total_env_steps={40 * ITERATION}")
+    whole = torchrun(tmp_path, "-m", "torchpod", "train", *overrides, "run_dir=whole", "checkpoint.interval_s=0")
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stdout.count("eval return") == 1
+    last = checkpoint.latest(tmp_path / "whole")
+    assert {path.name for path in last.iterdir()} == {"state-0.pt", "state-1.pt", "weights.safetensors", "meta.json"}
+
+    launcher = subprocess.Popen(
+        [*TORCHRUN, "-m", "torchpod", "train", *overrides, "run_dir=stopped"],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3)
+    began = time.perf_counter()
+    os.killpg(launcher.pid, signal.SIGINT)  # Ctrl-C reaches torchrun and both ranks, and torchrun passes it on
+    _, error = launcher.communicate(timeout=60)
+    assert time.perf_counter() - began < 10
+    assert launcher.returncode != 0
+    assert all("go on with resume=stopped" in line for line in our_lines(error)) and our_lines(error)
+    assert len(checkpoint.all_of(tmp_path / "stopped")) == 1
+    alone = subprocess.run(
+        [sys.executable, "-m", "torchpod", "train", "resume=stopped"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "was written by 2 rank(s), this run has 1; start as many." in alone.stderr
+    resumed = torchrun(tmp_path, "-m", "torchpod", "train", "resume=stopped")
+    assert resumed.returncode == 0, resumed.stderr
+    for name in ("state-0.pt", "state-1.pt"):
+        a, b = (
+            torch.load(checkpoint.latest(tmp_path / run) / name, weights_only=True) for run in ("whole", "stopped")
+        )
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_failing_rank_ends_all_with_its_own_error(tmp_path: Path):
+    fault = ("+env.fault=raise", "+env.at=100", "+env.rank=1")
+    began = time.perf_counter()
+    result = train(tmp_path, f"env={ENV_FILE}:MyEnv", *fault, "run_dir=run", "total_env_steps=100_000_000")
+    seconds = time.perf_counter() - began
+    print(f"over after {seconds:.1f} s, start included")
+    assert result.returncode != 0
+    assert result.stderr.count("RuntimeError: the simulator lost its licence") == 1
+    assert "Connection closed" not in result.stderr
+    assert set(our_lines(result.stderr)) <= {"torchpod: rank 0 stops: another rank failed; its own message says why"}
+    assert seconds < 60
+
+
+def test_after_a_restart_by_torchrun_the_run_goes_on_from_its_last_checkpoint(tmp_path: Path):
+    marker = tmp_path / "raised"
+    fault = ("+env.fault=raise", "+env.at=100", "+env.rank=1", f"+env.marker={marker}")
+    settings = (f"env={ENV_FILE}:MyEnv", *fault, "checkpoint.interval_s=0", f"total_env_steps={12 * ITERATION}")
+    result = train(tmp_path, *settings, options=("--max-restarts=1",))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("RuntimeError: the simulator lost its licence") == 1
+    assert marker.exists()
+    (run_dir,) = (tmp_path / "runs" / "ppo_user_env").iterdir()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [f'"iteration": {i},' in line for i, line in enumerate(lines, 1)] == [True] * 12
+    assert '"compile_s"' in lines[-1]
+    again = train(tmp_path, *settings, "run_dir=whole")  # the marker is there: nothing is raised
+    assert again.returncode == 0, again.stderr
+    a, b = (
+        torch.load(checkpoint.latest(run) / "state-1.pt", weights_only=True) for run in (run_dir, tmp_path / "whole")
+    )
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_what_all_ranks_refuse_is_said_once(tmp_path: Path):
+    result = train(tmp_path, "num_envs=7")
+    assert result.returncode != 0
+    assert our_lines(result.stderr) == [
+        "torchpod: error: rank 0: num_envs=7 cannot be split over 2 ranks; use a multiple of 2, e.g. num_envs=6."
+    ]
+    assert "Traceback (most recent call last)" not in result.stderr.split("elastic")[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_share_is_equal_or_refused():
+    assert Ranks(1, 4).share(8, "num_envs") == 2
+    with pytest.raises(SplitError, match="num_envs=3 cannot be split over 4 ranks; use a multiple of 4, e.g. num_envs=4"):
+        Ranks(0, 4).share(3, "num_envs")
+
+
+def test_one_rank_needs_no_process_group():
+    ranks, x = Ranks(), torch.tensor([1.0, 2.0])
+    ranks.barrier()
+    assert ranks.sum(x) is x and x.tolist() == [1.0, 2.0]
+    assert ranks.same("value") == "value"
