@@ -49,11 +49,8 @@ def make(env=None, **overrides):
 
 
 def run(anakin, state, **options):
-    reports = []
-    for report, replay in train(anakin, state, **options):
-        reports.append(report)
-        end = replay.state
-    return pytree.tree_map(torch.clone, end), reports
+    reports, replays = zip(*train(anakin, state, **options), strict=True)
+    return pytree.tree_map(torch.clone, replays[-1].state), list(reports)
 
 
 def assert_equal(a, b):
@@ -134,16 +131,14 @@ def test_a_reward_that_is_not_finite_stops_the_run_with_the_offending_trajectory
     anakin = make(Cursed())  # 4 steps per iteration: the 10th is in the third
     start, seen = anakin.init(seed), []
     with pytest.raises(NonFiniteError, match="iteration 3") as error:
-        for report, replay in train(anakin, start, iterations_per_call=iterations_per_call):
+        for report, _ in train(anakin, start, iterations_per_call=iterations_per_call):
             seen.append(report.iteration)
-            end = pytree.tree_map(torch.clone, replay.state)
     assert error.value.iteration == 3
     assert seen == ([1, 2] if iterations_per_call == 1 else [])
     trajectory = error.value.trajectory
     assert torch.equal(trajectory.timestep.reward.isnan(), (torch.arange(5) == 2)[:, None].expand(5, 4))
-    if iterations_per_call == 1:
-        assert_equal(trajectory, anakin.rollout(end)[1])
     good, _ = run(anakin, start, until=2)
+    assert_equal(trajectory, anakin.rollout(good)[1])
     broken, _ = anakin.iterate(good)
     assert not broken.learner.healthy
     assert_equal(broken.learner.params, good.learner.params)

@@ -3,6 +3,7 @@ import secrets
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from torchpod.episodes import count_episodes
 from torchpod.types import FIRST, LAST, MID, TimeStep
@@ -70,9 +71,9 @@ def test_returns_and_lengths_equal_a_loop_over_several_trajectories(rng, length,
         np.testing.assert_array_equal(found.sums.numpy(), expected)
         np.testing.assert_array_equal(running_return.numpy(), returns)
         np.testing.assert_array_equal(running_length.numpy(), lengths)
+        assert found.sums.dtype == torch.float64 and running_length.dtype == torch.int64
         finished += expected[0]
         transitions += expected[3]
-    assert found.sums.dtype == torch.float64 and running_length.dtype == torch.int64
     assert transitions < 10 * length * size or length == 1
     assert finished > 0 or length == 1
 
@@ -106,7 +107,7 @@ def test_members_of_a_population_are_counted_apart(rng):
     members = [to_timestep(*Stream(rng, 4).trajectory(9)) for _ in range(3)]
     zeros = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
     single = [count_episodes(m, *zeros) for m in members]
-    stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *members)
+    stacked = pytree.tree_map(lambda *x: torch.stack(x), *members)
     mapped = torch.vmap(lambda t: count_episodes(t, *zeros))(stacked)
     for i in range(3):
         assert torch.equal(mapped.sums[i], single[i].sums)

@@ -186,7 +186,7 @@ def test_two_ranks_agree_with_one_after_several_updates(seed, recurrent):
         try:
             options = {} if ranks is None else {"ranks": ranks}
             learner = Learner(agent, config, num_iterations=5, **options)
-            state = learner.init(dict(params), dict(buffers))
+            state, metrics = learner.init(dict(params), dict(buffers)), {}
             for i, t in enumerate(trajectories):
                 columns = [pytree.tree_map(lambda x: x[:, rows], part) for part in t[:2]]
                 states = [pytree.tree_map(lambda x: x[rows], part) for part in t[2:]]

@@ -142,7 +142,9 @@ def test_a_run_that_is_told_to_stop_saves_itself_within_seconds_and_can_go_on(
     began = time.perf_counter()
     job.kill(number)
     assert job.wait() == 130
-    assert time.perf_counter() - began < 10
+    seconds = time.perf_counter() - began
+    print(f"saved and gone after {seconds:.1f} s")
+    assert seconds < 10
     saved = checkpoint.latest(tmp_path / "stopped")
     assert job.err == f"torchpod: stopped at iteration {int(saved.name)}; go on with resume=stopped\n"
     assert not (tmp_path / "stopped" / "summary.json").exists()
@@ -182,7 +184,9 @@ def test_a_run_that_is_told_to_stop_while_it_compiles_stops_at_once(number: sign
     began = time.perf_counter()
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert time.perf_counter() - began < 10
+    seconds = time.perf_counter() - began
+    print(f"gone after {seconds:.1f} s")
+    assert seconds < 10
     assert (process.returncode, error) == (130, f"torchpod: stopped by {number.name} without a new checkpoint\n")
     assert checkpoint.all_of(tmp_path / "compiling") == []
 
@@ -354,4 +358,3 @@ class TestPopulation:
         )
         assert trained.variables["discount"].tolist() == pytest.approx([0.5, 0.6])
         assert state(tmp_path / "p")[".learner.learning_rate['loss']"].tolist() == pytest.approx([1e-3, 1e-4])
-

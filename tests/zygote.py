@@ -90,7 +90,8 @@ class Zygote:
         """Starts `torchpod *argv` in folder `cwd`."""
         self._count += 1
         out, err = (Path(self._folder.name, f"{self._count}.{name}") for name in ("out", "err"))
-        out.touch(), err.touch()
+        out.touch()
+        err.touch()
         job = {"argv": argv, "cwd": str(cwd), "env": env or {}, "out": str(out), "err": str(err)}
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(job) + "\n")

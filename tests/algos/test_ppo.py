@@ -84,7 +84,7 @@ def reference_log_prob(agent, policy, action):
 
 
 def reference_ppo(agent, b):
-    """Row by row as in the paper: L^CLIP (eq. 7), L^VF (clipped as in the authors' code), S; to be minimised (eq. 9)."""
+    """Row by row as in the paper: L^CLIP (eq. 7), L^VF (clipped as in the authors' code), S (eq. 9)."""
     policy, value = reference_network(agent, b["observation"])
     log_prob, entropy = reference_log_prob(agent, policy, b["action"])
     clip, total = float(agent.clip), 0.0
@@ -179,11 +179,11 @@ class Fixed(TensorEnv):
 def test_act_and_loss_compute_the_same_log_probs_and_values(seed, spec, recurrent):
     """So that the first ratio of every trajectory is 1; for a GRU also over resets in the middle of it."""
     agent = make(PPO, spec, seed, recurrent=recurrent)
-    env, size, length = Fixed(spec), 6, 15
+    env, size, length = Fixed(spec), 12, 15
     env_keys, actor_keys = (random.split(random.key(seed + i), size) for i in range(2))
     params, buffers = variables_of(agent)
     step, variables = make_step(agent, env), params | buffers
-    carry, _ = unroll(step, variables, start(agent, env, env_keys), env_keys, actor_keys, length=5)
+    carry, _ = unroll(step, variables, start(agent, env, env_keys), env_keys, actor_keys, length=7)
     after, trajectory = unroll(step, variables, carry, env_keys, actor_keys, length=length)
     first = trajectory.timestep.step_type[:-1] == FIRST
     assert first[1:].any() and not first.all()

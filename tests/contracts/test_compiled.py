@@ -76,9 +76,8 @@ def test_calls_of_several_compiled_iterations_equal_single_ones(seed, compiled):
     state = compiled.init(seed)
     ends = []
     for size in (1, 4):
-        for _, replay in train(compiled, state, until=4, iterations_per_call=size):
-            end = replay.state
-        ends.append(end)
+        *_, (_, replay) = train(compiled, state, until=4, iterations_per_call=size)
+        ends.append(replay.state)
     assert_close(*ends, rtol=0, atol=0)
 
 

@@ -56,7 +56,7 @@ def test_a_host_environment_in_a_thread_equals_anakin_to_the_bit(seed, recurrent
     args = (copy.deepcopy(agent), host, begin.env_keys, begin.actor_keys, parameters, trajectories)
     thread = threading.Thread(target=act, args=args, daemon=True)
     thread.start()
-    mine = begin.learner
+    mine, carry = begin.learner, begin.carry
     for i in range(UPDATES):
         parameters.put({k: v.clone() for k, v in (mine.params | mine.buffers).items()})
         carry, trajectory = trajectories.get(timeout=60)

@@ -72,7 +72,7 @@ def test_three_epochs_equal_three_updates_of_one_epoch_and_so_do_the_targets(see
     together, _ = learner.update(state, trajectory, keys)
     one_by_one = state
     for epoch in range(3):
-        one_by_one, _ = single.update(one_by_one, trajectory, random.advance(keys, epoch))
+        one_by_one, _ = single.update(one_by_one, trajectory, random.advance(keys, 2 * epoch))  # one deal, one loss
     assert together.num_steps == one_by_one.num_steps == 3
     for k, v in together.params.items():
         assert torch.equal(v, one_by_one.params[k])
@@ -83,15 +83,15 @@ def test_three_epochs_equal_three_updates_of_one_epoch_and_so_do_the_targets(see
 def test_the_loss_uses_the_target_network_and_sends_it_no_gradient(seed):
     learner, state = make()
     trajectory, keys = experience(seed)
-    state = state._replace(targets={k: v + 7.0 for k, v in state.targets.items()})
+    state = state._replace(targets=state.targets | {"net.bias": state.targets["net.bias"] + 7.0})
     new, metrics = learner.update(state, trajectory, keys)
     x = trajectory.timestep.observation[:-1].reshape(-1, 3)
     weight, bias = state.targets["net.weight"], state.targets["net.bias"]
     goal = (x @ weight[0] + bias + 1.0).mean() + metrics["noise"]
     torch.testing.assert_close(metrics["goal"], goal, rtol=1e-4, atol=1e-4)
-    assert metrics["goal"] - state.params["net.bias"] > 2  # far from what the parameters say
     # the gradient of the bias is 2 * mean(value - goal), without any share of the target
     value = (x @ state.params["net.weight"][0] + state.params["net.bias"]).mean()
+    assert metrics["goal"] - value > 5  # 8 on average, and 1 if the parameters were their own target
     assert metrics["grad_norm"] > 0.5  # and so the gradient is clipped to that
     gradient = 2 * (value - metrics["goal"]) * 0.5 / metrics["grad_norm"]
     torch.testing.assert_close(new.mu["net.bias"][0] / 0.1, gradient, rtol=1e-4, atol=1e-5)
@@ -110,8 +110,7 @@ def test_same_keys_give_the_same_loss_and_others_another(seed):
     assert first["noise"] != other["noise"] and first["loss"] != other["loss"]
 
 
-@pytest.mark.xfail(reason="all minibatches and chunks of an epoch get the same key", strict=False)
-def test_every_minibatch_and_chunk_draws_noise_of_its_own(seed):
+def keys_of_losses(seed, **config):
     trajectory, keys = experience(seed)
     seen = set()
 
@@ -120,7 +119,15 @@ def test_every_minibatch_and_chunk_draws_noise_of_its_own(seed):
             seen.add(tuple(keys.tolist()))
             return super().loss(batch, keys, target)
 
-    config = LearnerConfig(num_epochs=2, num_minibatches=2, chunk_rows=4)  # minibatches of 12 rows, so 3 chunks each
-    learner = Learner(Recorder(), config, num_iterations=1)
+    learner = Learner(Recorder(), LearnerConfig(num_epochs=2, num_minibatches=2, **config), num_iterations=1)
     learner.update(learner.init(*variables_of(learner.agent)), trajectory, keys)
-    assert len(seen) == 2 * 2 * 3
+    return seen
+
+
+def test_every_minibatch_draws_noise_of_its_own(seed):
+    assert len(keys_of_losses(seed)) == 2 * 2
+
+
+@pytest.mark.xfail(reason="all chunks of a minibatch get the same key", strict=False)
+def test_every_chunk_draws_noise_of_its_own(seed):
+    assert len(keys_of_losses(seed, chunk_rows=4)) == 2 * 2 * 3  # minibatches of 12 rows, so 3 chunks each

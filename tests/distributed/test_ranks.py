@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed import probe
 from tests.zygote import wait_until
 from torchpod import checkpoint
+from torchpod.checkpoint import CheckpointError
+from torchpod.config import load
 from torchpod.distributed import Ranks, SplitError
+from torchpod.run import execute
 
-PROBE = Path(__file__).with_name("probe.py")
 ENV_FILE = Path(__file__).parents[1] / "user_env.py"
 SMALL = (
     "compile=false",
@@ -56,9 +59,9 @@ def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(agent: tuple[st
     overrides = (*agent, *SMALL, f"total_env_steps={20 * ITERATION}")
     out = tmp_path / "two"
     out.mkdir()
-    result = torchrun(tmp_path, str(PROBE), str(out), *overrides)
+    result = torchrun(tmp_path, probe.__file__, str(out), *overrides)
     assert result.returncode == 0, result.stderr
-    subprocess.run([sys.executable, PROBE, tmp_path, *overrides], env=environment(), check=True)
+    probe.main(tmp_path, list(overrides))  # this process is rank 0 of 1
     one = torch.load(tmp_path / "rank-0.pt", weights_only=True)
     two = [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
     for name in ("env_keys", "actor_keys", "learner_keys", "action"):
@@ -78,6 +81,7 @@ def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(agent: tuple[st
         torch.testing.assert_close(a["loss"], b["loss"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_is_stopped_resumed_and_ends_like_one_left_alone(tmp_path: Path):
     overrides = (*MLP, *SMALL, f"total_env_steps={40 * ITERATION}")
     whole = torchrun(tmp_path, "-m", "torchpod", "train", *overrides, "run_dir=whole", "checkpoint.interval_s=0")
@@ -99,34 +103,32 @@ def test_a_run_of_two_ranks_is_stopped_resumed_and_ends_like_one_left_alone(tmp_
     began = time.perf_counter()
     os.killpg(launcher.pid, signal.SIGINT)  # Ctrl-C reaches torchrun and both ranks, and torchrun passes it on
     _, error = launcher.communicate(timeout=60)
-    assert time.perf_counter() - began < 10
+    seconds = time.perf_counter() - began
+    print(f"saved and gone after {seconds:.1f} s")
+    assert seconds < 10
     assert launcher.returncode != 0
     assert all("go on with resume=stopped" in line for line in our_lines(error)) and our_lines(error)
     assert len(checkpoint.all_of(tmp_path / "stopped")) == 1
-    alone = subprocess.run(
-        [sys.executable, "-m", "torchpod", "train", "resume=stopped"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert "was written by 2 rank(s), this run has 1; start as many." in alone.stderr
+    with pytest.raises(CheckpointError, match=r"was written by 2 rank\(s\), this run has 1; start as many"):
+        execute(load([f"resume={tmp_path / 'stopped'}"]))
     resumed = torchrun(tmp_path, "-m", "torchpod", "train", "resume=stopped")
     assert resumed.returncode == 0, resumed.stderr
     for name in ("state-0.pt", "state-1.pt"):
-        a, b = (
-            torch.load(checkpoint.latest(tmp_path / run) / name, weights_only=True) for run in ("whole", "stopped")
-        )
+        a, b = (torch.load(checkpoint.latest(tmp_path / run) / name, weights_only=True) for run in ("whole", "stopped"))
         assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_a_failing_rank_ends_all_with_its_own_error(tmp_path: Path):
-    fault = ("+env.fault=raise", "+env.at=100", "+env.rank=1")
-    began = time.perf_counter()
+    marker = tmp_path / "raised"
+    fault = ("+env.fault=raise", "+env.at=100", "+env.rank=1", f"+env.marker={marker}")
     result = train(tmp_path, f"env={ENV_FILE}:MyEnv", *fault, "run_dir=run", "total_env_steps=100_000_000")
-    seconds = time.perf_counter() - began
-    print(f"over after {seconds:.1f} s, start included")
+    seconds = time.time() - marker.stat().st_mtime
+    print(f"over {seconds:.1f} s after the failure")
     assert result.returncode != 0
     assert result.stderr.count("RuntimeError: the simulator lost its licence") == 1
     assert "Connection closed" not in result.stderr
     assert set(our_lines(result.stderr)) <= {"torchpod: rank 0 stops: another rank failed; its own message says why"}
-    assert seconds < 60
+    assert seconds < 10
 
 
 def test_after_a_restart_by_torchrun_the_run_goes_on_from_its_last_checkpoint(tmp_path: Path):
@@ -161,7 +163,9 @@ def test_what_all_ranks_refuse_is_said_once(tmp_path: Path):
 
 def test_a_share_is_equal_or_refused():
     assert Ranks(1, 4).share(8, "num_envs") == 2
-    with pytest.raises(SplitError, match="num_envs=3 cannot be split over 4 ranks; use a multiple of 4, e.g. num_envs=4"):
+    with pytest.raises(
+        SplitError, match="num_envs=3 cannot be split over 4 ranks; use a multiple of 4, e.g. num_envs=4"
+    ):
         Ranks(0, 4).share(3, "num_envs")
 
 

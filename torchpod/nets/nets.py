@@ -15,6 +15,17 @@ from torchpod import specs
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 
 
+def make_activation(name: str) -> nn.Module:
+    """An activation by name.
+
+    Raises:
+      ValueError: if there is none of that name.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation={name} is not known; use one of {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]()
+
+
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2.0)) -> nn.Module:
     """Orthogonal weight and zero bias, as in Andrychowicz et al. 2021 (https://arxiv.org/abs/2006.05990)."""
     nn.init.orthogonal_(layer.weight, gain)
@@ -29,7 +40,7 @@ class MLP(nn.Sequential):
     def __init__(self, in_features: int, sizes: Sequence[int], activation: str = "tanh") -> None:
         layers: list[nn.Module] = []
         for size in sizes:
-            layers += [orthogonal(nn.Linear(in_features, size)), ACTIVATIONS[activation]()]
+            layers += [orthogonal(nn.Linear(in_features, size)), make_activation(activation)]
             in_features = size
         super().__init__(*layers)
         self.out_features = in_features
@@ -45,7 +56,7 @@ class CNN(nn.Module):
         height, width, in_channels = shape
         convs: list[nn.Module] = []
         for out in channels:
-            convs += [orthogonal(nn.Conv2d(in_channels, out, 3, padding=1)), ACTIVATIONS[activation]()]
+            convs += [orthogonal(nn.Conv2d(in_channels, out, 3, padding=1)), make_activation(activation)]
             in_channels = out
         self.convs = nn.Sequential(*convs)
         self.dense = MLP(in_channels * height * width, [hidden], activation)
