@@ -21,9 +21,7 @@ def copy_tree(to: Path) -> Path:
     to.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, to / name)
     return to

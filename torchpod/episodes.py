@@ -29,7 +29,7 @@ def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: T
     over = timestep.extras["game_over"][1:]  # [T, B]
     real = timestep.step_type[:-1] != LAST
     leaves = pytree.tree_leaves(timestep.extras["raw_reward"])  # groups: sum over groups of the mean over agents
-    reward = sum(leaf[1:].reshape(*over.shape, -1).mean(-1) for leaf in leaves)
+    reward = torch.stack([leaf[1:].reshape(*over.shape, -1).mean(-1) for leaf in leaves]).sum(0)
     # What was gained after the last game over of an environment is still running; the rest belongs to episodes that
     # ended. Two sums over time, then, instead of a scan (12 ms for [128, 1024] on one core; this: 0.5 ms).
     time = torch.arange(over.shape[0], device=over.device)[:, None]

@@ -151,12 +151,13 @@ class Learner:
         num_chunks = self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
         size = rows // num_chunks
         total: Any = self._zeros
+        counters = torch.arange(num_chunks, device=weight.device).expand(*weight.shape[: self._axis], -1)
         for c in range(num_chunks):
             chunk = Batch(
                 pytree.tree_map(lambda x, c=c: x.narrow(axis, c * size, size), minibatch.steps),
                 pytree.tree_map(lambda x, c=c: x.narrow(self._axis, c * size, size), minibatch.actor_state),
             )
-            args = (state.params, state.buffers, state.targets, chunk, keys)
+            args = (state.params, state.buffers, state.targets, chunk, keys, counters[..., c])
             if total is None:  # the size of the flat vector is known after one call
                 total = self._zeros = torch.zeros_like(self._gradient_eager(*args))
             total = self._gradient(*args, total)
@@ -171,7 +172,13 @@ class Learner:
     # The functions below see one member of the population, and are compiled.
 
     def _prepare_one(self, params: Variables, buffers: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
-        return bind(self.agent, params | buffers).prepare(trajectory, keys)
+        batch = bind(self.agent, params | buffers).prepare(trajectory, keys)
+        if self.agent.recurrent:
+            return batch
+        # In memory [B, T]: rows are picked from one environment after the other, and then lie in cache (5 ms instead
+        # of 7 to deal [128, 1024] on one core, most of it for sorting).
+        by_env = pytree.tree_map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), batch.steps)
+        return batch._replace(steps=by_env)
 
     def _deal_one(self, batch: Batch, keys: Tensor) -> tuple[Batch, Tensor]:
         """Shuffles rows into minibatches `[M, ...]`, and takes their moments `[M, 1 + 2 * S]`.
@@ -195,16 +202,16 @@ class Learner:
             def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, T, B/M, ...]
                 return x[:, index].reshape(length, m, size // m, *x.shape[2:]).movedim(1, 0)
         else:
-            order = random.permutation(keys, length).T  # [T, B]
+            order = random.permutation(keys, length)  # [B, T]
+            envs = torch.arange(size, device=keys.device)[:, None]
 
-            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, T/M, B, ...]
-                return x[order, index].reshape(m, length // m, size, *x.shape[2:])
+            # Environment by environment, so that the rows of one stay in cache while they are picked.
+            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, B, T/M, ...]
+                return x[order, envs].reshape(size, m, length // m, *x.shape[2:]).movedim(1, 0)
 
         steps = pytree.tree_map(deal, batch.steps)
         if self.agent.recurrent:
-            actor_state = pytree.tree_map(
-                lambda x: x[index].reshape(m, size // m, *x.shape[1:]), batch.actor_state
-            )
+            actor_state = pytree.tree_map(lambda x: x[index].reshape(m, size // m, *x.shape[1:]), batch.actor_state)
         else:
             steps, actor_state = pytree.tree_map(lambda x: x.flatten(1, 2), steps), ()
         weight = steps["weight"].double()
@@ -231,10 +238,17 @@ class Learner:
         return minibatches._replace(steps=steps)
 
     def _gradient_one(
-        self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor, total: Tensor
+        self,
+        params: Variables,
+        buffers: Variables,
+        targets: Variables,
+        batch: Batch,
+        keys: Tensor,
+        index: Tensor,
+        total: Tensor,
     ) -> Tensor:
-        """Adds this chunk's gradients and metrics to `total`, one flat vector."""
-        return total + torch.cat(self._gradient_pieces(params, buffers, targets, batch, keys)[0])
+        """Adds the gradients and metrics of chunk `index` to `total`, one flat vector."""
+        return total + torch.cat(self._gradient_pieces(params, buffers, targets, batch, keys, index)[0])
 
     def _gradient_first(self, *args: Any) -> Tensor:
         """As `_gradient_one` without a total; it learns the names of the metrics."""
@@ -242,8 +256,9 @@ class Learner:
         return torch.cat(flat)
 
     def _gradient_pieces(
-        self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor
+        self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor, index: Tensor
     ) -> tuple[list[Tensor], tuple[str, ...]]:
+        keys = random.fold_in(keys, index)  # compiles to nothing where a loss draws nothing
         gradients: Variables = {}
         metrics: dict[str, Tensor] = {}
         for group, names in self._groups.items():
@@ -305,5 +320,3 @@ def _resolve_groups(agent: Agent) -> dict[str, list[str]]:
             )
         groups[owners[0]].append(name)
     return groups
-
-

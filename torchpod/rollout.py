@@ -89,4 +89,5 @@ def _contiguous(carry: Carry) -> Carry:
 
 
 def _stack(trees: list[Tree], axis: int) -> Tree:
-    return pytree.tree_map(lambda *leaves: torch.stack(leaves, axis), *trees)
+    leaves, spec = zip(*(pytree.tree_flatten(tree) for tree in trees), strict=True)
+    return pytree.tree_unflatten([torch.stack(column, axis) for column in zip(*leaves, strict=True)], spec[0])

@@ -1,8 +1,7 @@
 """The data that flows through every loop. Read this file first.
 
-Axes have one letter everywhere: T time, B environment, N agent, A action, P population member. A *tree* is a tensor
-or any nesting of tuples, lists and dicts of tensors; with several kinds of agents (`groups`) observation, action,
-reward and discount are dicts keyed by group name whose leaves are `[B, N_group, ...]`.
+Axes have one letter everywhere: T time, B environment, N agent, A action, P population member. With several kinds of
+agents (`groups`) observation, action, reward and discount are dicts by group name with leaves `[B, N_group, ...]`.
 """
 
 from typing import Any, NamedTuple

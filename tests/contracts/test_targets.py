@@ -1,6 +1,5 @@
 """An agent with target parameters, and a loss that draws from its keys."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -128,6 +127,5 @@ def test_every_minibatch_draws_noise_of_its_own(seed):
     assert len(keys_of_losses(seed)) == 2 * 2
 
 
-@pytest.mark.xfail(reason="all chunks of a minibatch get the same key", strict=False)
 def test_every_chunk_draws_noise_of_its_own(seed):
     assert len(keys_of_losses(seed, chunk_rows=4)) == 2 * 2 * 3  # minibatches of 12 rows, so 3 chunks each

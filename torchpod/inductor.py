@@ -1,0 +1,179 @@
+"""One compiled function: traced once per input signature, called with almost no overhead.
+
+Below `Compiler` in compile.py, which is what the loops use.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from torchpod.cpu_kernels import CpuKernels
+
+
+class RecompilationError(RuntimeError):
+    """A compiled function met inputs that it was not compiled for, in the middle of a run."""
+
+
+def guarded_compile(fn: Callable[..., Any], name: str, limit: int) -> Callable[..., Any]:
+    """Compiles with inductor for the first `limit` input signatures, and raises at any other.
+
+    The function is traced by `make_fx`, not by Dynamo, and called without Dynamo's wrappers, which took 70 of the 160
+    us of a step of 4 environments: a call reads the tensors out of the arguments, checks their shapes, strides, types
+    and devices in C++, runs the program, and puts the results together. What else a function closes over is constant.
+    Calls that autograd or functorch must see through go to `torch.compile`.
+    """
+    programs: list[_Program] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        with inductor_config.patch(post_grad_custom_post_pass=CpuKernels()):
+            return cast(Callable[..., Any], compile_fx(graph, inputs))
+
+    def traced(*args: Any) -> Any:
+        return _unalias(fn(*args))
+
+    # Dynamo keeps what it compiled on the code object; with one of its own, each function has its own cache and limit.
+    traced.__code__ = traced.__code__.replace()
+    differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
+
+    def guarded(*args: Any) -> Any:
+        for program in programs:
+            inputs = program.read(args)
+            if inputs is not None:
+                return program.write(program.run(inputs))
+        leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        if any(is_functorch_wrapped_tensor(x) for x in leaves):
+            return differentiable(*args)
+        if any(x.requires_grad for x in leaves):
+            if torch.is_grad_enabled():
+                return differentiable(*args)
+            return guarded(*pytree.tree_map_only(Tensor, torch.detach, args))
+        if len({id(x) for x in leaves}) < len(leaves):
+            return guarded(*_unalias(args))
+        if len(programs) >= limit:
+            raise RecompilationError(
+                f"{name} was compiled for {limit} input signature(s) and met another: {programs[-1].mismatch(args)}. "
+                "Keep shapes, dtypes and Python values the same from step to step, or run with compile=false."
+            )
+        programs.append(_Program(traced, args))
+        return guarded(*args)
+
+    return guarded
+
+
+class _Program:
+    """A function compiled for one input signature.
+
+    Args:
+      fn: pure; takes and returns trees of tensors. Anything else in its arguments is constant.
+      args: to compile for.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        leaves = [
+            (pytree.keystr(path), x) for path, x in pytree.tree_flatten_with_path(args)[0] if isinstance(x, Tensor)
+        ]
+        tensors = [x for _, x in leaves]
+        self._names = [name for name, _ in leaves]
+        # Generated code, as generic (un)flattening of 20 tensors takes 40 us, and this 2.
+        self._leaves = eval(f"lambda args: ({''.join(f'args{name}, ' for name in self._names)})")
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        graph, fakes, result, mode = _trace(fn, args)
+        tensors, constants = [], []
+        source = _source(result, tensors, constants)
+        self.write: Callable[[Any], Any] = eval(f"lambda o: {source}", {"c": constants})
+        self.run: Callable[[list[Tensor]], Any] = _lower(graph, fakes, mode)
+
+    def read(self, args: tuple[Any, ...]) -> list[Tensor] | None:
+        """The tensors of the arguments if they are what the program was compiled for."""
+        try:
+            leaves = self._leaves(args)
+            return list(leaves) if self._guards.check(*leaves) else None
+        except (AttributeError, IndexError, KeyError, TypeError):  # another tree
+            return None
+
+    def mismatch(self, args: tuple[Any, ...]) -> str:
+        """Why `args` do not fit."""
+        try:
+            return str(self._guards.check_verbose(*self._leaves(args), tensor_check_names=self._names))
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            return f"the arguments have another structure ({error})"
+
+
+def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, list[Any], Any, Any]:
+    """The graph of a function, fake inputs for it, its fake result, and their mode."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without a ShapeEnv inductor would not use its cache
+    leaves, spec = pytree.tree_flatten(args)
+    fakes = [mode.from_tensor(x, static_shapes=True) for x in leaves if isinstance(x, Tensor)]
+    result = None
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        nonlocal result
+        fresh = iter(tensors)
+        result = fn(*pytree.tree_unflatten([next(fresh) if isinstance(x, Tensor) else x for x in leaves], spec))
+        out: list[Tensor] = []
+        _source(result, out, [])
+        return out
+
+    flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        with torch.no_grad(), mode:
+            functional = torch.func.functionalize(flat)
+            graph = make_fx(functional, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
+    finally:
+        torch.compiler._is_compiling_flag = flag
+    return graph, fakes, result, mode
+
+
+def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Callable[[list[Tensor]], Any]:
+    """Inductor's program for a graph."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    graph.graph = fx_graph_cse(graph.graph)
+    options = {"post_grad_custom_post_pass": CpuKernels(), "size_asserts": False}  # `_Program.read` checks sizes
+    with tracing(TracingContext(mode)), inductor_config.patch(options):
+        return compile_fx_inner(joint_graph_passes(graph), fakes)
+
+
+def _source(tree: Any, tensors: list[Tensor], constants: list[Any]) -> str:
+    """Python source that builds a tree from its tensors `o` and constants `c`, which are appended to the two lists."""
+
+    def parts(values: Any) -> str:
+        return "".join(f"{_source(value, tensors, constants)}, " for value in values)
+
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return f"o[{len(tensors) - 1}]"
+    if isinstance(tree, dict):
+        return "{" + "".join(f"{key!r}: {_source(value, tensors, constants)}, " for key, value in tree.items()) + "}"
+    if isinstance(tree, list):
+        return f"[{parts(tree)}]"
+    if type(tree) is tuple:
+        return f"({parts(tree)})"
+    constants.append(type(tree) if isinstance(tree, tuple) else tree)
+    index = len(constants) - 1
+    return f"c[{index}]({parts(tree)})" if isinstance(tree, tuple) else f"c[{index}]"
+
+
+def _unalias(tree: Any) -> Any:
+    """Clones tensors that appear twice: guards take every input for a tensor of its own."""
+    leaves, spec = pytree.tree_flatten(tree)
+    fresh: list[Any] = []
+    for leaf in leaves:
+        twice = isinstance(leaf, Tensor) and any(leaf is other for other in fresh)
+        fresh.append(leaf.clone() if twice else leaf)
+    return pytree.tree_unflatten(fresh, spec)
