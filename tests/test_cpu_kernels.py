@@ -23,7 +23,7 @@ def test_products_of_every_form_equal_eager_ones(rows, inner, cols):
 
     args = torch.randn(rows, inner), torch.randn(inner, cols), torch.randn(cols)
     for got, want in zip(Compiler(True)(fn)(*args), fn(*args), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # 300 products, summed in another order
 
 
 def test_another_shape_is_refused_with_the_reason():

@@ -93,10 +93,28 @@ def init(device: str, timeout_s: float = 300.0) -> tuple[Ranks, torch.device]:
         raise ValueError(f"device={device} is not known; use cpu, cuda or cuda:INDEX.")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "gloo" if where.type == "cpu" else "nccl", timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        limit = datetime.timedelta(seconds=timeout_s)
+        backend = "gloo" if where.type == "cpu" else "nccl"
+        store = _store_of_this_attempt(limit)
+        if store is None:
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            rank = int(os.environ["RANK"])
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
     return Ranks(int(os.environ.get("RANK", 0)), world_size), where
+
+
+def _store_of_this_attempt(timeout: datetime.timedelta) -> dist.Store | None:
+    """Torchrun's key-value store under a prefix of this attempt, or None without one.
+
+    After a restart gloo may find the addresses of the processes that died under torch's own prefix, and then every
+    connection is refused (torch 2.13: in two of three restarts of a ten-line script).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"torchpod/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 @contextlib.contextmanager
