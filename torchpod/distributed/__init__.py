@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 
 class SplitError(ValueError):
@@ -104,7 +105,7 @@ def init(device: str, timeout_s: float = 300.0) -> tuple[Ranks, torch.device]:
     return Ranks(int(os.environ.get("RANK", 0)), world_size), where
 
 
-def _store_of_this_attempt(timeout: datetime.timedelta) -> dist.Store | None:
+def _store_of_this_attempt(timeout: datetime.timedelta) -> Store | None:
     """Torchrun's key-value store under a prefix of this attempt, or None without one.
 
     After a restart gloo may find the addresses of the processes that died under torch's own prefix, and then every
@@ -113,8 +114,8 @@ def _store_of_this_attempt(timeout: datetime.timedelta) -> dist.Store | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"torchpod/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    store = TCPStore(address, port, is_master=False, timeout=timeout)
+    return PrefixStore(f"torchpod/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 @contextlib.contextmanager
