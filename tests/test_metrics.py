@@ -310,8 +310,9 @@ def test_a_narrow_terminal_leaves_out_losses_but_never_the_time_left():
 
 def test_closing_without_a_row_is_fine():
     for terminal in (False, True):
-        sink, _, _ = console(1000, terminal=terminal)
+        sink, out, _ = console(1000, terminal=terminal)
         sink.close()
+        assert "return" not in out.getvalue()
 
 
 def test_a_rate_forgets_what_is_long_ago():
