@@ -33,6 +33,8 @@ from jax import Array, lax  # noqa: E402
 
 UNROLL_LENGTH, EPOCHS, MINIBATCHES = 128, 4, 4
 DISCOUNT, GAE_LAMBDA, CLIP, ENTROPY_COST, VALUE_COST = 0.99, 0.95, 0.2, 0.01, 0.5
+# A minibatch's gradient is summed over chunks of at most this many rows, whose activations stay in the cache.
+CHUNK_ROWS = 2048
 LEARNING_RATE, MAX_GRAD_NORM, ADAM_B1, ADAM_B2, ADAM_EPS = 2.5e-4, 0.5, 0.9, 0.999, 1e-5
 OBSERVATION_SIZE, HIDDEN, NUM_ACTIONS = 4, 64, 2
 
@@ -253,21 +255,40 @@ class Rows(NamedTuple):
 
 
 def loss(params: Params, rows: Rows) -> Array:
-    """Clipped objective + clipped value loss - entropy, advantages normalised within the minibatch."""
+    """Clipped objective + clipped value loss - entropy, averaged over the rows; advantages are normalised already."""
     log_probs, value = policy(params, rows.observation)
     log_prob = chosen(log_probs, rows.action)
     clipped_value = rows.value + jnp.clip(value - rows.value, -CLIP, CLIP)
     value_loss = 0.5 * jnp.maximum((value - rows.target) ** 2, (clipped_value - rows.target) ** 2).mean()
-    advantage = (rows.advantage - rows.advantage.mean()) / (rows.advantage.std() + 1e-8)
     ratio = jnp.exp(log_prob - rows.log_prob)
-    policy_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage).mean()
+    policy_loss = -jnp.minimum(ratio * rows.advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * rows.advantage).mean()
     entropy = -(jnp.exp(log_probs) * log_probs).sum(-1).mean()
     return policy_loss + VALUE_COST * value_loss - ENTROPY_COST * entropy
 
 
+def gradient(params: Params, rows: Rows) -> Params:
+    """The gradient of `loss` on one minibatch, the advantages normalised over all of it; the mean over its chunks."""
+    advantage = (rows.advantage - rows.advantage.mean()) / (rows.advantage.std() + 1e-8)
+    rows = rows._replace(advantage=advantage)
+    size = advantage.shape[0]
+    if size <= CHUNK_ROWS or size % CHUNK_ROWS:
+        return jax.grad(loss)(params, rows)
+    chunks = jax.tree.map(lambda x: x.reshape(-1, CHUNK_ROWS, *x.shape[1:]), rows)
+    add = lambda total, chunk: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, chunk)), None)  # noqa: E731
+    total, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), chunks)
+    return jax.tree.map(lambda g: g * (CHUNK_ROWS / size), total)
+
+
 def permutation(key: Array, size: int) -> Array:
-    """A random order of rows: one sort of random words, where `jax.random.permutation` sorts large arrays twice."""
-    return lax.sort_key_val(jax.random.bits(key, (size,)), jnp.arange(size, dtype=jnp.int32), is_stable=False)[1]
+    """A random order of rows: sorts 64-bit words of 32 random bits above the row's number.
+
+    XLA sorts one array of integers four times as fast as pairs, and `jax.random.permutation` sorts pairs twice.
+    """
+    words = jax.random.bits(key, (size,))
+    with jax.enable_x64(True):
+        words = lax.convert_element_type(words, jnp.uint64) << jnp.uint64(32)
+        order = lax.sort(words | lax.iota(jnp.uint64, size), is_stable=False)
+        return lax.convert_element_type(order, jnp.uint32)
 
 
 def ppo_iteration(carry: Carry, total_iterations: int) -> tuple[Carry, Episodes]:
@@ -279,18 +300,17 @@ def ppo_iteration(carry: Carry, total_iterations: int) -> tuple[Carry, Episodes]
     rows = Rows(t.observation, t.action, t.log_prob, t.value, advantage, advantage + t.value)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 
-    def minibatch(learner: tuple[Params, Adam], batch: Rows) -> tuple[tuple[Params, Adam], Array]:
+    def minibatch(learner: tuple[Params, Adam], batch: Rows) -> tuple[tuple[Params, Adam], None]:
         params, opt = learner
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return adam_step(params, opt, grads, total_iterations), value
+        return adam_step(params, opt, gradient(params, batch), total_iterations), None
 
-    def epoch(scan_carry: tuple[Params, Adam, Array], _: None) -> tuple[tuple[Params, Adam, Array], Array]:
+    def epoch(scan_carry: tuple[Params, Adam, Array], _: None) -> tuple[tuple[Params, Adam, Array], None]:
         params, opt, key = scan_carry
         key, permutation_key = jax.random.split(key)
         order = permutation(permutation_key, rows.action.shape[0])
         batches = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), rows)
-        (params, opt), losses = lax.scan(minibatch, (params, opt), batches)
-        return (params, opt, key), losses
+        (params, opt), _ = lax.scan(minibatch, (params, opt), batches)
+        return (params, opt, key), None
 
     (params, opt, key), _ = lax.scan(epoch, (carry.params, carry.opt, carry.key), None, EPOCHS)
     return carry._replace(params=params, opt=opt, key=key), episodes
