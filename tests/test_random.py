@@ -1,5 +1,6 @@
 import secrets
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,3 +228,22 @@ def test_compiled_draws_equal_eager_ones_to_the_bit(seed):
     for mine, theirs in zip(compiled[:-1], eager[:-1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     torch.testing.assert_close(compiled[-1], eager[-1], rtol=1e-5, atol=1e-6)
+
+
+def test_uniforms_are_the_same_with_and_without_fused_multiply_add(seed):
+    """Product and sum in float64, where both are exact, against the function compiled with contraction on."""
+    keys = random_keys(seed, 500)
+    low, width = -0.05, np.float32(0.1)
+    words = random.bits(keys, 7).numpy()
+    want = ((words >> 9) * (2.0**-23 * float(width)) + low).astype(np.float32)
+    eager = random.uniform(keys, 7, low, 0.05)
+    compiled = Compiler(True)(lambda k: random.uniform(k, 7, low, 0.05))(keys)
+    assert np.array_equal(eager.numpy(), want) and torch.equal(eager, compiled)
+    assert (eager >= low).all() and (eager < 0.05).all()
+
+
+def test_permutations_of_a_population_are_those_of_its_members(seed):
+    keys = random_keys(seed, 3, 5)
+    mapped = torch.vmap(lambda k: random.permutation(k, 9))(keys)
+    assert torch.equal(mapped, torch.stack([random.permutation(k, 9) for k in keys]))
+    assert torch.equal(mapped.sort(-1).values, torch.arange(9).expand(3, 5, 9))

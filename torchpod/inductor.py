@@ -154,8 +154,8 @@ def _skip_cats(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         if len(node.args) != 4 or node.args[0].target is not aten.cat.default:
             continue
-        whole, dim, start, end = node.args
-        pieces, cat_dim = (*whole.args, 0)[:2]
+        whole, dim, start, end = cast(Any, node.args)
+        pieces, cat_dim = cast(Any, (*whole.args, 0)[:2])
         if dim % whole.meta["val"].ndim != cat_dim % whole.meta["val"].ndim:
             continue
         offset = 0

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
-from torchpod.distributed import ALONE, Ranks
-from torchpod.trees import reader, writer
+from torchpod.distributed import ALONE, Ranks, SplitError
+from torchpod.trees import paths, reader, writer
 from torchpod.types import Batch, Trajectory
 
 
@@ -134,32 +134,30 @@ class Learner:
             minibatches, moments = self._deal(batch, random.advance(keys, counter))
             minibatches = self._standardise(minibatches, self.ranks.sum(moments))
             chunks = self._cut(minibatches)
+            num_chunks = len(chunks) // self.config.num_minibatches
             for i in range(self.config.num_minibatches):
                 loss_keys = random.advance(keys[..., 0, :], counter + 1 + i)
                 with span("gradient"):
-                    total = self._sum_gradient(state, chunks[i], loss_keys)
+                    total = self._sum_gradient(state, chunks[i * num_chunks : (i + 1) * num_chunks], loss_keys)
                 self.ranks.sum(total)
                 with span("apply"):
                     state, metrics = self._apply(state, total)
                 totals.append(metrics)
         return state, pytree.tree_map(lambda *xs: torch.stack(xs, -1).mean(-1), *totals)
 
-    def _cut(self, minibatches: Batch) -> list[list[Batch]]:
-        """The chunks of each minibatch: views of rows, or of whole environments for recurrent agents."""
+    def _cut(self, minibatches: Batch) -> list[Batch]:
+        """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
         axis = self._axis + (1 if self.agent.recurrent else 0)  # of rows, or environments, once M is gone
-        weight = minibatches.steps["weight"]
-        rows = weight.shape[axis + 1]
-        num_chunks = self._num_chunks(weight.shape[self._axis + 1 :].numel(), rows, weight.device.type)
-
-        def cut(tree: Any, axis: int) -> list[list[Any]]:
-            write, columns = writer(tree), []
-            for x in reader(tree)(tree):
-                columns.append([minibatch.split(rows // num_chunks, axis) for minibatch in x.unbind(self._axis)])
-            chunks = range(num_chunks)
-            return [[write([column[i][c] for column in columns]) for c in chunks] for i in range(weight.shape[self._axis])]
-
-        steps, actor_states = cut(minibatches.steps, axis), cut(minibatches.actor_state, self._axis)
-        return [[Batch(*pair) for pair in zip(*pairs, strict=True)] for pairs in zip(steps, actor_states, strict=True)]
+        weight = minibatches.steps["weight"].select(self._axis, 0)
+        rows = weight.shape[axis]
+        size = rows // self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
+        axes = [axis] * len(paths(minibatches.steps)) + [self._axis] * len(paths(minibatches.actor_state))
+        columns = [
+            [chunk for minibatch in x.unbind(self._axis) for chunk in minibatch.split(size, own_axis)]
+            for x, own_axis in zip(reader(minibatches)(minibatches), axes, strict=True)
+        ]
+        write = writer(minibatches)
+        return [write(row) for row in zip(*columns, strict=True)]
 
     def _sum_gradient(self, state: LearnerState, chunks: list[Batch], keys: Tensor) -> Tensor:
         """Gradient and metrics of one minibatch in one flat vector, chunk by chunk."""
@@ -201,7 +199,7 @@ class Learner:
         index = torch.arange(size, device=keys.device)
         if self.agent.recurrent or length % m:
             if size % m:
-                raise ValueError(
+                raise SplitError(
                     f"num_envs={size} per rank cannot be dealt to num_minibatches={m}; use a multiple of {m}."
                 )
             # order[g, i]: which of the M environments of group g goes to minibatch i
@@ -297,7 +295,8 @@ class Learner:
         per_iteration = c.num_epochs * c.num_minibatches
         done = torch.div(state.num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
         remaining = (1.0 - done).clamp(min=0.0) if c.anneal_learning_rate else torch.ones_like(done)
-        correct1, correct2 = 1 - c.beta1**step, 1 - c.beta2**step
+        # 1 - beta^step, which in float32 would lose four digits of beta2 at the first step
+        correct1, correct2 = (-torch.expm1(step * math.log(beta)) for beta in (c.beta1, c.beta2))
         params, mu, nu = dict(state.params), dict(state.mu), dict(state.nu)
         for group, names in self._groups.items():
             norm = torch.stack([grads[k].square().sum() for k in names]).sum().sqrt()

@@ -69,6 +69,9 @@ class EnvSpec:
     action: SpecTree
     max_episode_steps: int | None = None
     """Episodes are truncated after this many steps; None for never."""
+    truncates_early: bool = False
+    """Episodes may also be truncated before that, by rules of the environment's own (out of bounds, a lost simulation):
+    LAST with discount 1 at any step."""
     groups: dict[str, int] | None = None
     """Number of agents per group, `{group: N}`; None for one agent without an N axis."""
 

@@ -1,5 +1,6 @@
 """check_env passes what keeps the contract, and names the rule that each broken environment breaks."""
 
+import dataclasses
 import re
 
 import pytest
@@ -280,7 +281,7 @@ class NoTraits(Walk):
         (NoAutoReset, "step() must return FIRST after LAST."),
         (ResetsAtOnce, "step() must return FIRST only after LAST."),
         (NeverTruncates, "step() must return LAST after spec.max_episode_steps=5 steps, with discount 1"),
-        (Untimed, "LAST with discount 1 means truncation, and spec.max_episode_steps is None"),
+        (Untimed, "LAST with discount 1 means truncation, which comes only after spec.max_episode_steps=None steps"),
         (WritesState, "step() must not modify its arguments; it changed (state, action, keys)[0][0]."),
         (lambda: ReusesBuffer(Walk()), "step() must return new tensors; it wrote into timestep.observation['place']"),
         (GlobalGenerator, "step() must be a function of state, action and keys; two equal calls differ in"),
@@ -388,6 +389,22 @@ def test_environments_that_keep_the_contract_pass():
 @pytest.mark.parametrize("name", probes.LADDER)
 def test_probes_keep_the_contract(name):
     check_env(probes.LADDER[name](), compile=False)
+
+
+class OutOfBounds(Walk):
+    """Leaves by a rule of its own, before the limit, and its value goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.spec = dataclasses.replace(self.spec, truncates_early=True)
+
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        return state, timestep._replace(discount=torch.ones_like(timestep.discount))
+
+
+def test_an_environment_may_truncate_by_its_own_rules_if_it_says_so():
+    check_env(OutOfBounds())
 
 
 def test_one_environment_is_too_few():

@@ -277,17 +277,15 @@ def _check_transition(spec: EnvSpec, was_last: Tensor, count: Tensor, timestep: 
         not ((step_type == MID) & ended).any(),
         "step() must return LAST where the discount is 0: the episode terminated.",
     )
-    if limit is None:
-        require(
-            not (is_last & goes_on).any(),
-            "LAST with discount 1 means truncation, and spec.max_episode_steps is None; a termination has discount 0.",
-        )
-        return
+    early = is_last & goes_on if limit is None else is_last & goes_on & (count < limit)
     require(
-        not (is_last & goes_on & (count < limit)).any(),
+        spec.truncates_early or not early.any(),
         f"LAST with discount 1 means truncation, which comes only after spec.max_episode_steps={limit} steps; a "
-        "termination has discount 0.",
+        "termination has discount 0, and an environment that truncates by rules of its own has "
+        "spec.truncates_early=True.",
     )
+    if limit is None:
+        return
     require(
         (is_last | (count < limit)).all(),
         f"step() must return LAST after spec.max_episode_steps={limit} steps, with discount 1 unless the episode "

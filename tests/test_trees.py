@@ -1,0 +1,34 @@
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from torchpod.trees import paths, reader, writer
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    rest: dict
+
+
+def make(offset):
+    tensors = [torch.tensor(offset + i) for i in range(5)]
+    tree = ([tensors[0]], Point(tensors[1], {"b": tensors[2], "a": (tensors[3], None, 7)}), (), tensors[4])
+    return tree, tensors
+
+
+def test_tensors_come_in_the_order_of_their_places():
+    tree, tensors = make(0)
+    assert paths(tree) == ["[0][0]", "[1].x", "[1].rest['b']", "[1].rest['a'][0]", "[3]"]
+    assert all(a is b for a, b in zip(reader(make(10)[0])(tree), tensors, strict=True))
+
+
+def test_a_tree_is_put_together_from_other_tensors_with_the_same_constants():
+    want, tensors = make(10)
+    got = writer(make(0)[0])(tensors)
+    assert got == want and isinstance(got[1], Point)
+
+
+def test_another_tree_cannot_be_read():
+    with pytest.raises(KeyError):
+        reader({"a": torch.ones(1)})({"b": torch.ones(1)})
