@@ -23,7 +23,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from torchpod.run import commit, versions
+from torchpod.run_folder import commit, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

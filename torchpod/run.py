@@ -4,15 +4,8 @@ The training itself is `anakin.train`; everything here happens between two calls
 """
 
 import contextlib
-import datetime
-import functools
-import importlib.metadata
 import json
-import os
-import platform
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,19 +20,24 @@ from torch.utils import _pytree as pytree
 from torchpod import checkpoint, random, stats
 from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, AnakinState, NonFiniteError, Report, train
-from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.config import OBJECT, ConfigError, TrainConfig, from_dict, make_agent, make_env, nearest
+from torchpod.config import OBJECT, ConfigError, TrainConfig, make_agent, make_env, nearest
 from torchpod.distributed import Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.envs import MAKERS
 from torchpod.evaluate import Evaluation, evaluate
-from torchpod.metrics import METRICS_FILE, ConsoleSink, Logger, Sink, TensorBoardSink, read_metrics
+from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink, read_metrics
+from torchpod.run_folder import (
+    commit,
+    hardware,
+    new_run_dir,
+    resume_source,
+    resumed_config,
+    save_state,
+    versions,
+    write_text,
+)
 from torchpod.testing import ContractError, check_env
-
-JOB = "TORCHELASTIC_RUN_ID"
-MAY_CHANGE = ("total_env_steps", "device", "threads", "compile", "loop", "logger", "checkpoint", "evaluation")
-"""What a resumed run takes from the new settings, where they were given: it stays the same run."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,9 +78,9 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
     """
     if env is not None:
         config = replace(config, env={"name": OBJECT + type(env).__name__}, given=(*config.given, "env"))
-    source = _resume_source(config)
+    source = resume_source(config)
     if source is not None:
-        config = _resumed_config(config, source)
+        config = resumed_config(config, source)
     ranks, device = init(config.device)
     # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
     torch.set_num_threads(config.threads or 1)
@@ -123,9 +121,9 @@ def _execute(
     if source is not None:
         _, state, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
-    run_dir = source or _new_run_dir(config, ranks)
+    run_dir = source or new_run_dir(config, ranks)
     if ranks.rank == 0:
-        _write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
+        write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
     keeper = _Keeper(config, run_dir, ranks)
     with _logger(config, run_dir, resumed_at) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         state, timing = _train(anakin, state, config, keeper, logger, ranks, wall_s)
@@ -140,7 +138,7 @@ def _execute(
             compiler=_compiler(config),
         )
         summary = summarise(config, evaluation, state, timing, device, ranks)
-        _write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
+        write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
         if config.population > 1:
             _write_members(run_dir, config, state, summary, timing)
     else:
@@ -257,14 +255,6 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
     return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 
 
-def save_state(run_dir: Path, state: AnakinState, meta: dict[str, Any], ranks: Ranks, keep: int) -> Path:
-    """Writes a checkpoint of a whole run."""
-    weights = state.learner.params | state.learner.buffers
-    iteration = int(state.iteration.flatten()[0])
-    meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
-    return checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep)
-
-
 class _StopFlag:
     """SIGTERM and SIGINT ask for a stop after the running call; before the first report they stop at once.
 
@@ -351,39 +341,6 @@ def eval_return(returns: Tensor) -> dict[str, Any]:
     }
 
 
-def hardware(device: torch.device) -> str:
-    """A short name of what the run ran on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model)
-    return f"{model}, {os.cpu_count()} cores"
-
-
-def versions() -> dict[str, str]:
-    """Versions that decide what the numbers are."""
-    names = {"torchpod": "torchpod-rl", "torch": "torch", "torchrl": "torchrl", "tensordict": "tensordict"}
-    found = {"python": platform.python_version()}
-    for name, distribution in names.items():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(distribution)
-    return found
-
-
-def commit() -> str | None:
-    """The commit of the source tree, with `+changes` if it is not clean; None outside a checkout or without git."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None
-
-    def git(*command: str) -> str:
-        return subprocess.run(["git", "-C", root, *command], capture_output=True, text=True, check=False).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "") or None
-
-
 def _apply_members(state: AnakinState, config: TrainConfig) -> AnakinState:
     """Puts the per-member values of `members` into hyperparameters and learning rates."""
     learner = state.learner
@@ -420,102 +377,9 @@ def _write_members(run_dir: Path, config: TrainConfig, state: AnakinState, summa
         )
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
         save_state(folder, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
-        _write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
+        write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
-        _write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
+        write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
         with Logger(folder, resume_at=0) as logger:
             for row in rows:
                 logger.write({name: value[p] if isinstance(value, list) else value for name, value in row.items()})
-
-
-def read_config(run_dir: Path) -> TrainConfig:
-    """The configuration of a run folder.
-
-    Raises:
-      CheckpointError: if it is none.
-    """
-    path = run_dir / "config.yaml"
-    try:
-        return from_dict(yaml.safe_load(path.read_text()))
-    except (OSError, yaml.YAMLError, ConfigError, TypeError) as error:
-        raise CheckpointError(
-            f"{run_dir} is no run folder: {path.name} is missing or not ours ({str(error).splitlines()[0]})."
-        ) from error
-
-
-def _goes_on(config: TrainConfig) -> bool:
-    """Whether the run is to be resumed if there is one: because it was asked for, or because torchrun restarted us."""
-    return config.resume is not None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
-def _resume_source(config: TrainConfig) -> Path | None:
-    """The folder to resume from, if any."""
-    if not _goes_on(config):
-        return None
-    if config.resume not in (None, "auto"):
-        path = Path(config.resume)
-        if not path.is_dir():
-            raise CheckpointError(f"resume={config.resume}: there is no such folder; give a run folder, or auto.")
-        checkpoint.latest(path)
-        return path
-    if config.run_dir is not None:
-        folders = [Path(config.run_dir)]
-    else:
-        folders = sorted(Path("runs", config.experiment).glob(f"*-seed{config.seed}"), reverse=True)
-    folders = [folder for folder in folders if checkpoint.all_of(folder)]
-    if config.resume is None and config.run_dir is None:  # restarted: only what this job has written
-        job = os.environ.get(JOB)
-        folders = [folder for folder in folders if checkpoint.read_meta(checkpoint.latest(folder)).get("job") == job]
-    return folders[0] if folders else None
-
-
-def _resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
-    """The settings of the run that goes on, with those given by hand that do not make it another run.
-
-    Raises:
-      ConfigError: for any other setting that was given and differs.
-    """
-    settings, given = read_config(source).to_dict(), config.to_dict()
-    names = {"experiment": "experiment_name", "algo": "algo.name", "env": "env.name"}
-    for key in config.given:
-        *path, name = names.get(key, key).split(".")
-        old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
-        if [*path, name][0] in MAY_CHANGE:
-            old[name] = new[name]
-        elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
-            raise ConfigError(
-                f"{'.'.join([*path, name])}={new.get(name)} cannot change: {source} has {old.get(name)}; leave it out, "
-                "or start a new run."
-            )
-    return replace(from_dict(settings), run_dir=str(source), resume=None)
-
-
-def _new_run_dir(config: TrainConfig, ranks: Ranks) -> Path:
-    """Creates the run folder; the same on every rank."""
-    return ranks.same(_create_run_dir(config) if ranks.rank == 0 else None)
-
-
-def _create_run_dir(config: TrainConfig) -> Path:
-    if config.run_dir is None:
-        now = datetime.datetime.now()
-        while True:  # runs that start in the same second get different folders
-            path = Path("runs", config.experiment, f"{now:%Y%m%d-%H%M%S}-seed{config.seed}")
-            with checkpoint.writing(path), contextlib.suppress(FileExistsError):
-                path.mkdir(parents=True)
-                return path
-            now += datetime.timedelta(seconds=1)
-    path = Path(config.run_dir)
-    metrics = path / METRICS_FILE
-    # What has no checkpoint cannot be resumed: then `resume=auto` begins again in the same folder.
-    if checkpoint.all_of(path) or (metrics.is_file() and metrics.stat().st_size and not _goes_on(config)):
-        raise ConfigError(f"run_dir={path} already holds a run; use another, or resume={path} to go on with it.")
-    with checkpoint.writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".partial-{path.name}")
-    with checkpoint.writing(path):
-        partial.write_text(text)
-        os.replace(partial, path)
