@@ -24,9 +24,9 @@ STEPS_PER_CALL = {"env_only": 8_000_000, "policy": 2_000_000, "update": 500_000}
 # Iterations before timing in the first round of `update`, so that the returns of both sides say whether they learn.
 LEARN_ITERATIONS = {4: 1000, 64: 240, 1024: 60, 4096: 24}
 
-# JAX on one core of an AMD EPYC with AVX-512 (family 25, model 17), and the product of that core. Pinned to one core
-# jax_ppo.py reaches the figures of 1024 and 4096 environments and not those of 4 and 64, for which this check fails; with
-# two cores, XLA uses one and a half in spite of its single-thread flags (`python bench/peers/jax_ppo.py`, without taskset).
+# JAX on one core of an AMD EPYC with AVX-512 (family 25, model 17), and the product of that core. Pinned to one core,
+# jax_ppo.py reaches the figures of 1024 and 4096 environments, and not those of 4 and 64, for which this check fails.
+# Without `taskset`, XLA uses one and a half cores in spite of its single-thread flags, and reaches more.
 FIGURES = Figures("2048x64x64", 95.1, {4: 250_000, 64: 289_000, 1024: 230_000, 4096: 211_000})
 
 
