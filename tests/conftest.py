@@ -4,6 +4,7 @@ Inductor's cache stays where torch puts it, one folder per user, so that a secon
 """
 
 import os
+import secrets
 
 # Before torch: two OpenMP threads that compete for a core are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,14 @@ import torch
 def one_torch_thread() -> None:
     """Set the default; a test that wants more threads sets and restores them itself."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh one for each test; printed, so that a failure can be repeated."""
+    value = secrets.randbits(32)
+    print(f"seed={value}")
+    return value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,3 @@
-import secrets
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -11,13 +9,6 @@ from torchpod.distributed import Ranks
 from torchpod.envs.cartpole import CartPole
 from torchpod.learner import LearnerConfig
 from torchpod.types import LAST
-
-
-@pytest.fixture
-def seed():
-    value = secrets.randbits(32)
-    print(f"seed={value}")
-    return value
 
 
 class Cursed(CartPole):

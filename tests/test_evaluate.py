@@ -1,5 +1,3 @@
-import secrets
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -14,13 +12,6 @@ from torchpod.evaluate import evaluate
 from torchpod.rollout import make_step, start
 from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.types import LAST
-
-
-@pytest.fixture
-def seed():
-    value = secrets.randbits(32)
-    print(f"seed={value}")
-    return value
 
 
 def play(agent, env, variables, key, episode, num_episodes, max_steps):

@@ -1,4 +1,3 @@
-import secrets
 import threading
 
 import pytest
@@ -14,13 +13,6 @@ from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.types import FIRST, LAST, MID, ActorOutput, Batch, LossOutput, TimeStep, Trajectory
 
 SPEC = EnvSpec("made_up", observation=Array((3,)), action=Discrete(4))
-
-
-@pytest.fixture
-def seed():
-    value = secrets.randbits(32)
-    print(f"seed={value}")
-    return value
 
 
 def experience(seed, length, size, observation=None, hidden=0):

@@ -1,5 +1,3 @@
-import secrets
-
 import numpy as np
 import pytest
 import torch
@@ -8,13 +6,6 @@ from torchpod import random
 from torchpod.compile import Compiler
 
 MASK = 2**32 - 1
-
-
-@pytest.fixture
-def seed():
-    value = secrets.randbits(32)
-    print(f"seed={value}")
-    return value
 
 
 def philox(counter, key):

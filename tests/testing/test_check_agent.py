@@ -17,7 +17,7 @@ SPEC = Catch(rows=4, columns=3).spec
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seeded():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield

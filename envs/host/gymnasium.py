@@ -1,0 +1,124 @@
+"""Gymnasium environments as host environments: any registered id, and classes or factories of one's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchpod import random
+from torchpod.env import make_timestep
+from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
+from torchpod.types import LAST, TimeStep, Tree
+
+
+class Gymnasium:
+    """A batch of `gymnasium.Env` behind the contract of `Env`; state None, everything on the CPU.
+
+    Gymnasium's vector environments reset at the step after the last (`AutoresetMode.NEXT_STEP`), as the contract
+    wants it: the final observation is seen, and the step that resets is a `FIRST`. The keys of `init` seed the
+    environments, once; from then on they draw from their own generators, and the keys of `step` are not used.
+
+    Args:
+      make: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
+        (also the class itself).
+      processes: step in worker processes (forkserver), for environments that take longer than 0.1 ms; otherwise in
+        the calling thread.
+      options: keyword arguments of `gymnasium.make`, for an id.
+
+    Raises:
+      ValueError: if a space is none of Box, Discrete, MultiBinary, and Dict of these.
+    """
+
+    traits = HOST
+
+    def __init__(self, make: str | Callable[[], Any], *, processes: bool = False, **options: Any) -> None:
+        import gymnasium
+
+        self._make = make if callable(make) else lambda: gymnasium.make(make, **options)
+        self._processes = processes
+        self._envs: Any = None
+        self._was_last: Tensor = torch.zeros(0, dtype=torch.bool)
+        probe = self._make()
+        name = make if isinstance(make, str) else getattr(make, "__name__", type(probe).__name__)
+        limit = probe.spec.max_episode_steps if probe.spec is not None else None
+        self.spec = EnvSpec(
+            name,
+            spec_of(probe.observation_space, f"{name}: observation_space"),
+            spec_of(probe.action_space, f"{name}: action_space", action=True),
+            limit,
+            truncates_early=True,
+        )
+        self._first_action = int(getattr(probe.action_space, "start", 0))
+        probe.close()
+
+    def init(self, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.init`; a second call begins again, with new environments."""
+        from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+        self.close()
+        makers, mode = [self._make] * keys.shape[0], AutoresetMode.NEXT_STEP
+        if self._processes:
+            self._envs = AsyncVectorEnv(makers, autoreset_mode=mode, context="forkserver")
+        else:
+            self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
+        seeds = random.bits(keys, 1)[:, 0].tolist()
+        observation, _ = self._envs.reset(seed=seeds)
+        no = torch.zeros(keys.shape[0], dtype=torch.bool)
+        self._was_last = no
+        return None, make_timestep(
+            self._observation(observation), torch.zeros(len(seeds)), reset=~no, terminated=no, truncated=no
+        )
+
+    def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.step`."""
+        values = action.cpu().numpy() + self._first_action if isinstance(self.spec.action, Discrete) else action.numpy()
+        observation, reward, terminated, truncated, _ = self._envs.step(values)
+        timestep = make_timestep(
+            self._observation(observation),
+            torch.from_numpy(reward).float(),
+            reset=self._was_last,
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+        )
+        self._was_last = timestep.step_type == LAST
+        return None, timestep
+
+    def close(self) -> None:
+        """Ends worker processes and frees what the environments hold."""
+        if self._envs is not None:
+            self._envs.close()
+            self._envs = None
+
+    def _observation(self, observation: Any) -> Tree:
+        return to_tensors(observation, self.spec.observation)
+
+
+def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:
+    """The spec of a Gymnasium space.
+
+    Raises:
+      ValueError: for a space that no agent here could read or act in.
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        return {name: spec_of(inner, f"{where}[{name!r}]", action=action) for name, inner in space.items()}
+    if isinstance(space, spaces.Discrete):
+        return Discrete(int(space.n))
+    if isinstance(space, spaces.Box) and action:
+        low, high = float(space.low.min()), float(space.high.max())
+        if (space.low != low).any() or (space.high != high).any():
+            raise ValueError(f"{where} has bounds that differ from entry to entry; wrap it in RescaleAction(-1, 1).")
+        return Box(space.shape, low, high)
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        return Array(space.shape, torch.uint8 if space.dtype == np.uint8 else torch.float32)
+    raise ValueError(f"{where} is {space}; use Box, Discrete, MultiBinary, or Dict of these.")
+
+
+def to_tensors(observation: Any, spec: SpecTree) -> Tree:
+    """Arrays as tensors of the spec's types; shares memory where the type is right already."""
+    if isinstance(spec, dict):
+        return {name: to_tensors(observation[name], inner) for name, inner in spec.items()}
+    return torch.from_numpy(np.ascontiguousarray(observation)).to(spec.dtype)

@@ -1,0 +1,121 @@
+"""Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from torchpod import random
+from torchpod.agent import variables_of
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.envs.host import Gymnasium
+from torchpod.rollout import make_step, start, unroll
+from torchpod.specs import Array, Box, Discrete
+from torchpod.testing import check_env
+from torchpod.types import FIRST, LAST, MID
+
+
+class Countdown(gymnasium.Env):
+    """Counts actions; terminates at 2, is truncated after 3 steps; the observation of an episode starts at 10."""
+
+    observation_space = spaces.Dict({"count": spaces.Box(0, 99, (1,), np.float64), "flag": spaces.MultiBinary(2)})
+    action_space = spaces.Discrete(2, start=5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.total, self.steps = 0, 0
+        return self._observation(), {}
+
+    def step(self, action):
+        assert action in (5, 6)
+        self.total, self.steps = self.total + int(action) - 5, self.steps + 1
+        return self._observation(), float(self.steps), self.total >= 2, self.steps >= 3, {}
+
+    def _observation(self):
+        return {"count": np.array([10.0 + self.total]), "flag": np.array([1, 0], np.int8)}
+
+
+def keys(num, seed=0):
+    return random.split(random.key(seed), num)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "FrozenLake-v1"])
+def test_registered_environments_keep_the_contract(name):
+    check_env(Gymnasium(name), num_envs=3)
+
+
+def test_an_environment_in_processes_is_the_same(seed):
+    envs = [Gymnasium("CartPole-v1"), Gymnasium("CartPole-v1", processes=True)]
+    try:
+        timesteps = [env.init(keys(2, seed))[1] for env in envs]
+        for step in range(40):
+            for a, b in zip(*(t._asdict().items() for t in timesteps), strict=True):
+                assert a[0] == "extras" or torch.equal(a[1], b[1])
+            action = random.bits(random.at(keys(2, seed), step), 1)[:, 0] & 1
+            timesteps = [env.step(None, action, keys(2))[1] for env in envs]
+    finally:
+        for env in envs:
+            env.close()
+
+
+def test_episodes_end_as_the_environment_says():
+    """Two environments: the first terminates at its second step, the second is truncated at its third."""
+    env = Gymnasium(Countdown)
+    assert env.spec.observation == {"count": Array((1,)), "flag": Array((2,))}
+    assert env.spec.action == Discrete(2)
+    _, t = env.init(keys(2))
+    seen = [t]
+    for _ in range(4):
+        _, t = env.step(None, torch.tensor([1, 0]), keys(2))
+        seen.append(t)
+    column = lambda f: torch.stack([f(t) for t in seen]).T.tolist()  # noqa: E731
+    assert column(lambda t: t.step_type) == [[FIRST, MID, LAST, FIRST, MID], [FIRST, MID, MID, LAST, FIRST]]
+    assert column(lambda t: t.reward) == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+    assert column(lambda t: t.discount) == [[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]
+    assert column(lambda t: t.observation["count"][:, 0]) == [[10, 11, 12, 10, 11], [10, 10, 10, 10, 10]]
+
+
+def test_keys_decide_the_episodes(seed):
+    def first(key_seed):
+        return Gymnasium("CartPole-v1").init(keys(3, key_seed))[1].observation
+
+    assert torch.equal(first(seed), first(seed))
+    assert not torch.equal(first(seed), first(seed + 1))
+    assert len({tuple(row) for row in first(seed).tolist()}) == 3
+
+
+def test_bounds_of_actions_are_those_of_the_space():
+    assert Gymnasium("Pendulum-v1").spec.action == Box((1,), -2.0, 2.0)
+
+
+def test_unroll_steps_it_like_any_environment():
+    env = Gymnasium("CartPole-v1")
+    agent = PPO(env.spec, PPOConfig(hidden=(8,)))
+    params, buffers = variables_of(agent)
+    carry = start(agent, env, keys(4))
+    carry, trajectory = unroll(make_step(agent, env), params | buffers, carry, keys(4), keys(4, 1), length=60)
+    assert trajectory.timestep.observation.shape == (61, 4, 4)
+    assert (trajectory.timestep.step_type == LAST).sum() >= 4
+    assert torch.isfinite(agent.prepare(trajectory, keys(4)).steps["advantage"]).all()
+
+
+class Pair(Countdown):
+    observation_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
+
+
+class Lopsided(Countdown):
+    action_space = spaces.Box(np.array([-1.0, -2.0], np.float32), np.array([1.0, 2.0], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (Pair, "Pair: observation_space is Tuple(Discrete(2), Discrete(2)); use Box, Discrete, MultiBinary, or Dict"),
+        (Lopsided, "Lopsided: action_space has bounds that differ from entry to entry; wrap it in RescaleAction"),
+    ],
+)
+def test_a_space_that_no_agent_reads_is_refused(make, sentence):
+    with pytest.raises(ValueError) as error:
+        Gymnasium(make)
+    assert str(error.value).startswith(sentence)
