@@ -94,6 +94,7 @@ class Learner:
         self._gradient_eager = self._gradient_first if self._axis == 0 else torch.vmap(self._gradient_first)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
         self._zeros: Tensor | None = None
+        self._tree: Any = None
         self._metric_names: tuple[str, ...] = ()
 
     def init(self, params: Variables, buffers: Variables) -> LearnerState:
@@ -150,13 +151,16 @@ class Learner:
         axis = self._axis + (1 if self.agent.recurrent else 0)  # of rows, or environments, once M is gone
         weight = minibatches.steps["weight"].select(self._axis, 0)
         rows = weight.shape[axis]
-        size = rows // self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
-        axes = [axis] * len(paths(minibatches.steps)) + [self._axis] * len(paths(minibatches.actor_state))
-        columns = [
-            [chunk for minibatch in x.unbind(self._axis) for chunk in minibatch.split(size, own_axis)]
-            for x, own_axis in zip(reader(minibatches)(minibatches), axes, strict=True)
-        ]
-        write = writer(minibatches)
+        num_chunks = self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
+        if self._tree is None:  # made once: batches of one agent are built alike
+            self._tree = reader(minibatches), writer(minibatches), len(paths(minibatches.steps))
+        read, write, num_steps_tensors = self._tree
+        columns = []
+        for i, x in enumerate(read(minibatches)):
+            column, own_axis = x.unbind(self._axis), axis if i < num_steps_tensors else self._axis
+            if num_chunks > 1:
+                column = [chunk for minibatch in column for chunk in minibatch.split(rows // num_chunks, own_axis)]
+            columns.append(column)
         return [write(row) for row in zip(*columns, strict=True)]
 
     def _sum_gradient(self, state: LearnerState, chunks: list[Batch], keys: Tensor) -> Tensor:
