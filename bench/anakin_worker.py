@@ -23,7 +23,7 @@ from torchpod.compile import Compiler
 from torchpod.envs.cartpole import CartPole
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
-from torchpod.types import LAST
+from torchpod.types import FIRST, LAST
 
 MODES = ("env_only", "policy", "update")
 UNROLL_LENGTH = 128
@@ -72,7 +72,8 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
             first_s = time.perf_counter() - began
     compile_s = first_s - min(wall_s[1:])
     wall_s, cpu_s = wall_s[warmup_calls:], cpu_s[warmup_calls:]
-    rates = [iterations * UNROLL_LENGTH * num_envs / wall for wall in wall_s]
+    env_steps = [sums[3] for sums in episodes[warmup_calls:]]
+    rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
     count, total_return = episodes[-1][:2]
     return {
         "framework": "torchpod",
@@ -87,6 +88,7 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
         "iterations": iterations,
         "total_iterations": total_iterations,
         "compile_s": compile_s,
+        "env_steps": env_steps,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
@@ -116,8 +118,9 @@ def policy_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
     def call() -> Tensor:
         nonlocal carry
         carry, trajectory = anakin.rollout(state._replace(carry=carry))
-        over = trajectory.timestep.step_type[1:] == LAST
-        return torch.stack([over.sum(), over.new_zeros((), dtype=torch.int64)]).double()
+        step_type = trajectory.timestep.step_type[1:]
+        zero = torch.zeros((), dtype=torch.int64)
+        return torch.stack([(step_type == LAST).sum(), zero, zero, (step_type != FIRST).sum()]).double()
 
     return call
 
@@ -140,7 +143,8 @@ def env_only_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
         for _ in range(UNROLL_LENGTH):
             env_state, count, reward = compiled(env_state, count, state.env_keys, state.actor_keys)
             total = total + reward
-        return torch.stack([torch.zeros(()), total]).double()
+        zero = torch.zeros(())
+        return torch.stack([zero, total, zero, total]).double()  # every step but a reset has reward 1
 
     return call
 

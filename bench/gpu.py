@@ -49,7 +49,7 @@ def main(json_path: str | None = None, *, quick: bool = False, device: str = "cu
         "rows": rows,
         "failures": failures,
     }
-    default = harness.ROOT / "bench" / "results" / f"gpu_{time.strftime('%Y-%m-%d')}.json"
+    default = harness.RESULTS / f"gpu_{harness.hardware()['name']}_{time.strftime('%Y-%m-%d-%H%M')}.json"
     path = Path(json_path) if json_path else default
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1))

@@ -66,7 +66,8 @@ class Measurement(TypedDict):
     iterations: int  # within one timed call
     total_iterations: int  # warm-up and timed together; the learning rate falls over these
     compile_s: float
-    wall_s: list[float]  # of each timed call
+    env_steps: list[float]  # of each timed call: transitions, no resets
+    wall_s: list[float]
     cpu_s: list[float]
     env_steps_per_s: dict[str, float]  # median, min, max
     episode_return: float | None  # mean over the episodes that ended in the last timed call
@@ -338,9 +339,8 @@ class RowMaker:
 
 
 def rates(measurement: Measurement) -> list[float]:
-    """Environment steps per second of each timed call."""
-    steps = measurement["iterations"] * measurement["unroll_length"] * measurement["num_envs"]
-    return [steps / wall for wall in measurement["wall_s"]]
+    """Environment steps per second of each timed call; resets are no steps."""
+    return [steps / wall for steps, wall in zip(measurement["env_steps"], measurement["wall_s"], strict=True)]
 
 
 # --- Checks: each returns sentences, none if all is well --------------------------------------------------------------

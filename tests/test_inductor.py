@@ -23,8 +23,11 @@ def test_slices_of_a_concatenation_are_those_of_its_pieces(monkeypatch):
         c = torch.cat([a, b], 1)
         return c[:, 2:4] + 1.0, c[:, :-1] + 1.0, c[:, -1:] + 1.0, c[1:2] + 1.0, c.exp()
 
-    a, b = torch.rand(4, 3), torch.rand(4, 2)
-    for fn in (inside, across):
+    def promoted(a, b):
+        return (torch.cat([a.long(), b.int()], -1)[:, 3:5] * 3_000_000_000,)
+
+    a, b = 9 * torch.rand(4, 3), 9 * torch.rand(4, 2)
+    for fn in (inside, across, promoted):
         for got, want in zip(Compiler(True)(fn)(a, b), fn(a, b), strict=True):
             torch.testing.assert_close(got, want)
-    assert seen == [0, 1]
+    assert seen == [0, 1, 1]

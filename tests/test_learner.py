@@ -300,6 +300,21 @@ def test_the_learning_rate_is_annealed_to_nothing_and_not_below(seed):
     assert sizes[4] < 0.6e-2
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.999])
+def test_adam_corrects_the_bias_of_its_first_step(seed, beta):
+    """After one step both moments, corrected, are the gradient and its square: every parameter moves by the rate."""
+    torch.manual_seed(seed)
+    agent = PPO(SPEC, PPOConfig(hidden=(4,)))
+    config = LearnerConfig(num_epochs=1, num_minibatches=1, beta1=beta, beta2=beta, epsilon=0.0, learning_rate=1e-3)
+    learner = Learner(agent, config, num_iterations=10**9)
+    params, buffers = variables_of(agent)
+    state = learner.init(params, buffers)
+    flat = torch.randn(sum(p.numel() for p in params.values()))
+    after, _ = learner._apply(state, flat)
+    moved = torch.cat([(state.params[k] - after.params[k]).flatten() for k in params])
+    torch.testing.assert_close(moved, 1e-3 * flat.sign(), rtol=2e-4, atol=1e-7)
+
+
 def test_a_reward_that_is_not_a_number_latches_healthy_and_freezes_everything(seed):
     learner, state = make_ppo(seed)
     keys = random.split(random.key(seed), 4)

@@ -238,3 +238,10 @@ def test_permutations_of_a_population_are_those_of_its_members(seed):
     mapped = torch.vmap(lambda k: random.permutation(k, 9))(keys)
     assert torch.equal(mapped, torch.stack([random.permutation(k, 9) for k in keys]))
     assert torch.equal(mapped.sort(-1).values, torch.arange(9).expand(3, 5, 9))
+
+
+@pytest.mark.parametrize(("low", "high"), [(100.0, 101.0), (0.9, 1.0), (-1.0, 1e-9), (0.0, 1.0)])
+def test_no_uniform_reaches_its_upper_end(low, high):
+    words = torch.tensor([0, MASK - 1, MASK])
+    values = random.to_uniform(words, low, high)
+    assert (values >= np.float32(low)).all() and (values < np.float32(high)).all()

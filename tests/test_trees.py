@@ -1,7 +1,9 @@
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from torchpod.trees import paths, reader, writer
 
@@ -32,3 +34,13 @@ def test_a_tree_is_put_together_from_other_tensors_with_the_same_constants():
 def test_another_tree_cannot_be_read():
     with pytest.raises(KeyError):
         reader({"a": torch.ones(1)})({"b": torch.ones(1)})
+
+
+def test_a_node_of_another_kind_is_refused():
+    @dataclass
+    class Node:
+        x: torch.Tensor
+
+    pytree.register_dataclass(Node)
+    with pytest.raises(TypeError, match="Node in a state, timestep or batch: use NamedTuples"):
+        writer([Node(torch.ones(1)), torch.ones(1)])

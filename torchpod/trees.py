@@ -42,6 +42,10 @@ def _source(tree: Any, indices: Any, constants: list[Any]) -> str:
         return f"[{parts(tree)}]"
     if type(tree) is tuple:
         return f"({parts(tree)})"
+    if not isinstance(tree, tuple) and not pytree.tree_is_leaf(tree):
+        raise TypeError(
+            f"{type(tree).__name__} in a state, timestep or batch: use NamedTuples, tuples, lists and dicts."
+        )
     constants.append(type(tree) if isinstance(tree, tuple) else tree)
     index = len(constants) - 1
     return f"c[{index}]({parts(tree)})" if isinstance(tree, tuple) else f"c[{index}]"

@@ -388,6 +388,7 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
         "iterations": iterations,
         "total_iterations": total_iterations,
         "compile_s": compile_s,
+        "env_steps": [iterations * UNROLL_LENGTH * num_envs] * repeats,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},

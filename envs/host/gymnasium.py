@@ -28,7 +28,8 @@ class Gymnasium:
       options: keyword arguments of `gymnasium.make`, for an id.
 
     Raises:
-      ValueError: if a space is none of Box, Discrete, MultiBinary, and Dict of these.
+      ValueError: if the observation is none of Box, Discrete, MultiBinary, and Dict of these; if the action is neither
+        Box nor Discrete; or if options are given without an id.
     """
 
     traits = HOST
@@ -36,6 +37,8 @@ class Gymnasium:
     def __init__(self, make: str | Callable[[], Any], *, processes: bool = False, **options: Any) -> None:
         import gymnasium
 
+        if callable(make) and options:
+            raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {make} yourself.")
         self._make = make if callable(make) else lambda: gymnasium.make(make, **options)
         self._processes = processes
         self._envs: Any = None
@@ -103,8 +106,8 @@ def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:
     """
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Dict):
-        return {name: spec_of(inner, f"{where}[{name!r}]", action=action) for name, inner in space.items()}
+    if isinstance(space, spaces.Dict) and not action:
+        return {name: spec_of(inner, f"{where}[{name!r}]") for name, inner in space.items()}
     if isinstance(space, spaces.Discrete):
         return Discrete(int(space.n))
     if isinstance(space, spaces.Box) and action:
@@ -114,7 +117,8 @@ def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:
         return Box(space.shape, low, high)
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return Array(space.shape, torch.uint8 if space.dtype == np.uint8 else torch.float32)
-    raise ValueError(f"{where} is {space}; use Box, Discrete, MultiBinary, or Dict of these.")
+    choice = "Box or Discrete" if action else "Box, Discrete, MultiBinary, or Dict of these"
+    raise ValueError(f"{where} is {space}; use {choice}.")
 
 
 def to_tensors(observation: Any, spec: SpecTree) -> Tree:
