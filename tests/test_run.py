@@ -216,10 +216,50 @@ def test_a_resumed_run_keeps_its_own_settings_unless_they_are_given(tmp_path: Pa
 def test_resuming_a_finished_run_changes_nothing_that_was_learned(tmp_path: Path):
     run(tmp_path / "a", f"total_env_steps={2 * ITERATION}")
     before, inode = rows(tmp_path / "a"), checkpoint.latest(tmp_path / "a").stat().st_ino
+    summary = (tmp_path / "a" / "summary.json").read_text()
     again = execute(load([f"resume={tmp_path / 'a'}"]))
     assert rows(tmp_path / "a") == before
     assert checkpoint.latest(tmp_path / "a").stat().st_ino == inode
-    assert again.summary["eval_return"]["episodes"] == 2
+    assert (tmp_path / "a" / "summary.json").read_text() == summary  # with its steps per second
+    assert again.summary == json.loads(summary) and again.summary["eval_return"]["episodes"] == 2
+
+
+def test_a_run_on_an_own_environment_goes_on_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = (Path(__file__).parent / "user_env.py").read_text()
+    for folder in ("one", "two", "moved"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "one" / "my_env.py").write_text(source)
+    monkeypatch.chdir(tmp_path / "one")
+    settings = [s for s in CARTPOLE if not s.startswith("env")]
+    execute(load([*settings, "env=my_env.py:MyEnv", "run_dir=run", f"total_env_steps={ITERATION}"]))
+    monkeypatch.chdir(tmp_path / "two")
+    more = [f"resume={tmp_path / 'one' / 'run'}", f"total_env_steps={2 * ITERATION}"]
+    assert execute(load(more)).summary["env_steps"] > 0
+    (tmp_path / "one" / "my_env.py").rename(tmp_path / "moved" / "my_env.py")
+    more[1] = f"total_env_steps={3 * ITERATION}"
+    with pytest.raises(ConfigError, match=r"give env=PATH\.py:MyEnv with where it is now"):
+        execute(load(more))
+    execute(load([*more, "env=../moved/my_env.py:MyEnv"]))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class MyEnv(", "cannot be imported: SyntaxError: "),
+        ("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError: "),
+        ("MyEnv = 3", "has no class MyEnv"),
+        (
+            "from torchpod.envs import CartPole\nclass MyEnv(CartPole):\n    def reset(self, keys):\n        oops",
+            "NameError",
+        ),
+    ],
+)
+def test_an_own_environment_that_fails_is_named(source: str, message: str, tmp_path: Path):
+    (tmp_path / "my_env.py").write_text(source)
+    settings = [s for s in CARTPOLE if not s.startswith("env")]
+    with pytest.raises(ConfigError, match=message):
+        execute(load([*settings, f"env={tmp_path / 'my_env.py'}:MyEnv", f"run_dir={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()
 
 
 def test_resume_auto_finds_the_newest_run_of_the_experiment_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -47,6 +47,16 @@ _AT_LEAST_1 = (
     "checkpoint.keep",
     "evaluation.episodes",
 )
+_RANGES = {
+    "learning_rate": (0.0, float("inf")),
+    "max_grad_norm": (0.0, float("inf")),
+    "epsilon": (0.0, float("inf")),
+    "beta1": (0.0, 1.0),
+    "beta2": (0.0, 1.0),
+    "discount": (0.0, 1.0),
+    "gae_lambda": (0.0, 1.0),
+}
+"""Of hyperparameters, whether of the learner, of an agent or of members of a population."""
 
 
 class ConfigError(ValueError):
@@ -161,7 +171,10 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
             raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
     assert isinstance(values, dict)
     if custom:
-        values["env"] = {**values["env"], "name": custom[-1].partition("=")[2]}
+        # In full, so that the run can be resumed and evaluated from any folder.
+        path, colon, attribute = custom[-1].partition("=")[2].partition(".py")
+        name = f"{Path(path).resolve()}{colon}{attribute}"
+        values["env"] = {**values["env"], "name": name}
     return dataclasses.replace(from_dict(typing.cast(dict[str, Any], values)), given=tuple(map(_key, plain)))
 
 
@@ -176,6 +189,14 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         value = operator.attrgetter(name)(config)
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} must be at least 1.")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed={config.seed} must be an integer from 0 to 2^63 - 1.")
+    if config.total_env_steps > 2**53:
+        raise ConfigError(f"total_env_steps={config.total_env_steps} must be at most 2^53.")
+    if config.run_dir == "":
+        raise ConfigError("run_dir is empty; name a folder, or leave it out.")
+    _check_ranges(dataclasses.asdict(config.algo.learner), "algo.learner.")
+    _check_ranges(config.algo.agent, "algo.agent.")
     if not config.checkpoint.interval_s >= 0:
         raise ConfigError(f"checkpoint.interval_s={config.checkpoint.interval_s} must be at least 0.")
     if config.loop.name != "anakin":
@@ -185,7 +206,17 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
             raise ConfigError(
                 f"members.{name}={list(column)} must be a list of population={config.population} numbers."
             )
+    _check_ranges(config.members, "members.")
     return config
+
+
+def _check_ranges(values: Mapping[str, Any], prefix: str) -> None:
+    for name, value in values.items():
+        low, high = _RANGES.get(name, (-float("inf"), float("inf")))
+        numbers = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
+        if name in _RANGES and not all(low <= number <= high for number in numbers):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{prefix}{name}={shown} must lie from {low:g} to {high:g}.")
 
 
 def make_env(config: Mapping[str, Any] | str) -> Env:
@@ -198,7 +229,10 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = _find(config["name"], envs.MAKERS, "env")
     _check_arguments(maker, arguments, f"env={config['name']}")
-    return maker(**arguments)
+    try:
+        return maker(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {error}") from error
 
 
 def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
@@ -255,7 +289,10 @@ def _check_override(override: str, base: Sequence[str]) -> None:
     if key in GROUPS:
         if not _known(override):
             value = override.partition("=")[2]
-            raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}")
+            file = " A class of your own is env=path/to/file.py:Class." if key == "env" else ""
+            raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{file}")
+    elif not override.startswith("+") and key.startswith("members."):
+        raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif not override.startswith("+") and key not in base:
         raise ConfigError(f"{key} is no setting; {nearest(key, base)}")
 
@@ -280,15 +317,23 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     if not path.endswith(".py"):
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
     if not Path(path).is_file():
-        raise ConfigError(f"{group}={name}: there is no file {path}; give the path from where you are, or in full.")
+        raise ConfigError(
+            f"{group}={name}: there is no file {path}; give {group}=PATH.py:{attribute} with where it is now."
+        )
     spec = importlib.util.spec_from_file_location(f"_torchpod_user_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
-    spec.loader.exec_module(module)
-    if not hasattr(module, attribute):
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{group}={name}: {path} cannot be imported: {type(error).__name__}: {error} "
+            "(TORCHPOD_TRACEBACK=1 shows where)."
+        ) from error
+    if not callable(getattr(module, attribute, None)):
         public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
-        raise ConfigError(f"{group}={name}: {path} has no {attribute}; {nearest(attribute, public)}")
+        raise ConfigError(f"{group}={name}: {path} has no class {attribute}; {nearest(attribute, public)}")
     return getattr(module, attribute)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -120,10 +120,17 @@ def _execute(
     state = _apply_members(anakin.init(config.seed), config)
     resumed_at, wall_s = 0, 0.0
     if source is not None:
-        _, state, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
+        _, loaded, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
+        state = cast(AnakinState, loaded)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
         if not state.learner.healthy.any():
             raise CheckpointError(f"{source} cannot go on: a gradient was not finite, and it stopped learning there.")
+        if resumed_at >= anakin.num_iterations and (source / "summary.json").is_file():
+            if ranks.rank == 0:
+                print(f"{source} is finished; to go on, give more than total_env_steps={config.total_env_steps}.")
+            summary = json.loads((source / "summary.json").read_text())
+            variables = state.learner.params | state.learner.buffers
+            return Run(source, summary, anakin.agent, variables)
     run_dir = source or new_run_dir(config, ranks)
     if ranks.rank == 0:
         write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
@@ -244,6 +251,10 @@ def _check_contract(env: Env, name: str, device: torch.device) -> None:
         check_env(env, num_envs=4, num_steps=100, device=device, compile=False)
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"env={name} fails within 100 steps: {type(error).__name__}: {error} (TORCHPOD_TRACEBACK=1 shows where)."
+        ) from error
 
 
 def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
