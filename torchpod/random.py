@@ -97,11 +97,18 @@ def to_uniform(words: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
     In float64 the product of 23 bits with a float32 width is exact, so that a fused multiply-add, as compilers for CPU
     and GPU make it, and two operations give the same numbers.
     """
-    width = float(np.float32(high - low))
+    width, largest = _width_and_largest(low, high)
     values = ((words >> 9).to(torch.float64) * (2.0**-23 * width) + low).to(torch.float32)
-    if np.float32((1 - 2.0**-23) * width + low) < high:
-        return values
-    return values.clamp(max=float(np.nextafter(np.float32(high), np.float32(low))))  # where float32 is too coarse
+    return values if largest is None else values.clamp(max=largest)
+
+
+@torch.compiler.assume_constant_result
+def _width_and_largest(low: float, high: float) -> tuple[float, float | None]:
+    """`high - low` in float32; and the last float32 before `high`, if rounding may reach `high`."""
+    width = np.float32(high - low)
+    if np.float32((1 - 2.0**-23) * float(width) + low) < high:
+        return float(width), None
+    return float(width), float(np.nextafter(np.float32(high), np.float32(low)))
 
 
 def to_normal(words: Tensor) -> Tensor:
