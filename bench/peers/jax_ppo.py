@@ -274,7 +274,10 @@ def gradient(params: Params, rows: Rows) -> Params:
     if size <= CHUNK_ROWS or size % CHUNK_ROWS:
         return jax.grad(loss)(params, rows)
     chunks = jax.tree.map(lambda x: x.reshape(-1, CHUNK_ROWS, *x.shape[1:]), rows)
-    add = lambda total, chunk: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, chunk)), None)  # noqa: E731
+
+    def add(total: Params, chunk: Rows) -> tuple[Params, None]:
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, chunk)), None
+
     total, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), chunks)
     return jax.tree.map(lambda g: g * (CHUNK_ROWS / size), total)
 

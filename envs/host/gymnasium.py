@@ -53,7 +53,7 @@ class Gymnasium:
             limit,
             truncates_early=True,
         )
-        self._first_action = int(getattr(probe.action_space, "start", 0))
+        self._first_action = getattr(probe.action_space, "start", 0)  # Discrete actions may begin elsewhere
         probe.close()
 
     def init(self, keys: Tensor) -> tuple[None, TimeStep]:
@@ -76,8 +76,7 @@ class Gymnasium:
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
         """See `Env.step`."""
-        values = action.cpu().numpy() + self._first_action if isinstance(self.spec.action, Discrete) else action.numpy()
-        observation, reward, terminated, truncated, _ = self._envs.step(values)
+        observation, reward, terminated, truncated, _ = self._envs.step(action.numpy() + self._first_action)
         timestep = make_timestep(
             self._observation(observation),
             torch.from_numpy(reward).float(),

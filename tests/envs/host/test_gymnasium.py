@@ -69,7 +69,10 @@ def test_episodes_end_as_the_environment_says():
     for _ in range(4):
         _, t = env.step(None, torch.tensor([1, 0]), keys(2))
         seen.append(t)
-    column = lambda f: torch.stack([f(t) for t in seen]).T.tolist()  # noqa: E731
+
+    def column(pick):
+        return torch.stack([pick(t) for t in seen]).T.tolist()
+
     assert column(lambda t: t.step_type) == [[FIRST, MID, LAST, FIRST, MID], [FIRST, MID, MID, LAST, FIRST]]
     assert column(lambda t: t.reward) == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
     assert column(lambda t: t.discount) == [[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]
