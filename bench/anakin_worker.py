@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,48 @@ MODES = ("env_only", "policy", "update")
 UNROLL_LENGTH = 128
 
 
-def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: int = 0, seed: int = 0) -> Measurement:
+class Clock(Compiler):
+    """A compiler whose functions keep the time of their calls: where an iteration goes."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(enabled)
+        self.seconds: dict[str, list[float]] = {}
+
+    def __call__(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """See `Compiler`."""
+        compiled, seconds = super().__call__(fn, **options), self.seconds.setdefault(fn.__qualname__, [])
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = compiled(*args)
+            seconds.append(time.perf_counter() - began)
+            return result
+
+        return timed
+
+    def table(self, wall_s: float) -> str:
+        """Share, calls and microseconds per call of each function within the last `wall_s` seconds of calls."""
+        lines, rest = [], wall_s
+        for name, all_calls in sorted(self.seconds.items(), key=lambda item: -sum(item[1])):
+            total = sum(all_calls)
+            rest -= total
+            if all_calls:
+                lines.append(
+                    f"{total / wall_s:6.1%} {len(all_calls):7d} x {1e6 * total / len(all_calls):9.1f} us  {name}"
+                )
+        return "\n".join([*lines, f"{rest / wall_s:6.1%} between the calls"])
+
+
+def measure(
+    num_envs: int,
+    iterations: int,
+    repeats: int,
+    mode: str,
+    *,
+    warmup: int = 0,
+    seed: int = 0,
+    compiler: Compiler | None = None,
+) -> Measurement:
     """Compiles, warms up, then times `repeats` calls of `iterations` iterations each: the work of jax_ppo.py.
 
     Args:
@@ -40,6 +82,7 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
       warmup: iterations before the first timed one, rounded up to whole calls, at least one call; the learning rate
         falls to 0 over warm-up and timed iterations together (`total_iterations`).
       seed: of parameters and environments.
+      compiler: instead of a plain one; a `Clock` begins anew with the timed calls.
 
     Returns:
       The measurement; `compile_s` is everything from the built agent to the end of the first call, less the time of
@@ -56,13 +99,16 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
         unroll_length=UNROLL_LENGTH,
         learner=config,
         num_iterations=total_iterations,
-        compiler=Compiler(True),
+        compiler=compiler or Compiler(True),
     )
     state = anakin.init(seed)
     call = CALLS[mode](anakin, state)
     wall_s, cpu_s, episodes = [], [], []
     began, first_s = time.perf_counter(), 0.0
     for i in range(warmup_calls + repeats):
+        if i == warmup_calls and isinstance(compiler, Clock):
+            for seconds in compiler.seconds.values():
+                seconds.clear()
         wall, cpu = time.perf_counter(), time.process_time()
         sums = torch.stack([call() for _ in range(iterations)]).sum(0).tolist()
         wall_s.append(time.perf_counter() - wall)
@@ -162,8 +208,14 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the output is always JSON")
+    parser.add_argument("--profile", action="store_true", help="a table of where the time goes, on stderr")
     args = parser.parse_args()
-    m = measure(args.num_envs, args.iterations, args.repeats, args.mode, warmup=args.warmup, seed=args.seed)
+    clock = Clock(True) if args.profile else None
+    m = measure(
+        args.num_envs, args.iterations, args.repeats, args.mode, warmup=args.warmup, seed=args.seed, compiler=clock
+    )
+    if clock is not None:
+        print(clock.table(sum(m["wall_s"])), file=sys.stderr)
     print(json.dumps(m))
 
 
