@@ -41,7 +41,8 @@ class Pendulum(TensorEnv):
 
     def reset(self, keys: Tensor) -> Tensor:
         """State `[B, 2]`: angle uniform in [-pi, pi), angular velocity in [-1, 1)."""
-        return random.uniform(keys, 2, -1.0, 1.0) * torch.tensor([math.pi, 1.0], device=keys.device)
+        angle, velocity = random.uniform(keys, 2, -1.0, 1.0).unbind(-1)
+        return torch.stack([math.pi * angle, velocity], -1)
 
     def transition(self, state: Tensor, action: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One semi-implicit Euler step of 50 ms."""

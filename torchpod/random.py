@@ -54,9 +54,14 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     Returns:
       `[..., 3]`, with counter 0.
     """
-    lane = torch.as_tensor(data, dtype=torch.int64, device=key.device)[..., None]
+    lane = _on_device(data, key.device)[..., None]
     w0, w1, _, _ = _philox(key, lane, key[..., 2:3], _FOLD)
     return torch.cat([w0, w1, torch.zeros_like(w0)], -1)
+
+
+def _on_device(number: int | Tensor, device: torch.device) -> Tensor:
+    """An int is filled in by a kernel, because a CUDA graph cannot hold a copy from the host."""
+    return number if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
 
 
 def split(key: Tensor, num: int, offset: int = 0) -> Tensor:
@@ -71,7 +76,7 @@ def at(key: Tensor, counter: int | Tensor) -> Tensor:
       key: `[..., 3]`.
       counter: int, or int64 with the leading axes of `key` (a scalar: the same for all).
     """
-    counter = torch.as_tensor(counter, dtype=torch.int64, device=key.device) & _MASK
+    counter = _on_device(counter, key.device) & _MASK
     counter = counter.reshape(counter.shape + (1,) * (key.ndim - 1 - counter.ndim)).expand(key.shape[:-1])
     return torch.cat([key[..., :2], counter[..., None]], -1)
 
