@@ -1,4 +1,5 @@
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import Agent, variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.distributed import Ranks
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.types import FIRST, LAST, MID, ActorOutput, Batch, LossOutput, TimeStep, Trajectory
@@ -356,3 +358,34 @@ def test_environments_that_cannot_be_dealt_are_refused_with_a_number_that_can(se
         learner, state = make_ppo(seed, recurrent=recurrent)
         with pytest.raises(ValueError, match=r"num_envs=6 .*num_minibatches=4; use a multiple of 4"):
             learner.update(state, experience(seed, length, 6, hidden=recurrent), random.split(random.key(seed), 6))
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk_rows", "chunks"), [(4096, 2048, 2), (3000, 2048, 2), (2500, 2048, 1), (2053, 64, 1), (12, 4, 3)]
+)
+def test_chunks_are_equal_and_near_the_size_asked_for(rows, chunk_rows, chunks):
+    learner, _ = make_ppo(0, learner={"chunk_rows": chunk_rows})
+    assert learner._num_chunks(rows, rows, "cpu") == chunks
+
+
+class Counted(Ranks):
+    """One rank that notes the sizes of what it sums."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def sum(self, x):
+        self.sizes.append(x.numel())
+        return super().sum(x)
+
+
+def test_ranks_sum_one_flat_gradient_per_optimizer_step_and_the_moments_once_an_epoch(seed):
+    torch.manual_seed(seed)
+    agent = PPO(SPEC, PPOConfig(hidden=(8,)))
+    learner = Learner(agent, LearnerConfig(num_epochs=3, num_minibatches=2), num_iterations=5, ranks=Counted())
+    state = learner.init(*variables_of(agent))
+    Counted.sizes.clear()
+    _, metrics = learner.update(state, experience(seed, 8, 4), random.split(random.key(seed), 4))
+    moments = 2 * 3  # of 2 minibatches: the weights, the advantages and their squares
+    gradient = sum(p.numel() for p in agent.parameters())
+    gradient += len(metrics.keys() - {"grad_norm", "healthy"})  # the other metrics travel with it
+    assert Counted.sizes == [moments, gradient, gradient] * 3

@@ -38,8 +38,8 @@ class LearnerConfig:
     beta2: float = 0.999
     epsilon: float = 1e-5
     chunk_rows: int | None = None
-    """Rows per gradient call: a minibatch is summed up chunk by chunk so that activations stay in cache. None: 2048
-    on CPU, all of them on CUDA."""
+    """Rows per gradient call, about: a minibatch is summed up in equal chunks so that activations stay in cache. None:
+    2048 on CPU, all of them on CUDA."""
 
 
 class LearnerState(NamedTuple):
@@ -178,10 +178,13 @@ class Learner:
         return total
 
     def _num_chunks(self, total_rows: int, splittable: int, device: str) -> int:
-        """The smallest divisor of `splittable` that brings the rows of a chunk down to `chunk_rows`."""
+        """The divisor of `splittable` that brings the rows of a chunk nearest to `chunk_rows`, by their ratio.
+
+        Chunks are equal, so that one program serves all; a prime number of rows stays in one piece.
+        """
         limit = self.config.chunk_rows or (2048 if device == "cpu" else total_rows)
-        wanted = math.ceil(total_rows / limit)
-        return next(n for n in range(min(wanted, splittable), splittable + 1) if splittable % n == 0)
+        divisors = [n for n in range(1, splittable + 1) if splittable % n == 0]
+        return min(divisors, key=lambda n: abs(math.log(total_rows / n / limit)))
 
     # The functions below see one member of the population, and are compiled.
 

@@ -1,27 +1,51 @@
 """compile=false equals compiled for one iteration from the same carry; recompilation is refused."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.agent import Agent
+from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler, RecompilationError
+from torchpod.env import Env
 from torchpod.envs.cartpole import CartPole
+from torchpod.envs.catch import Catch
+from torchpod.envs.memory_chain import MemoryChain
+from torchpod.envs.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
 from torchpod.types import FIRST
 
 B, T = 8, 16
+SMALL = PPOConfig(hidden=(16, 16))
 
 
-def make(enabled):
-    env = CartPole(max_episode_steps=9)
+class Subject(NamedTuple):
+    env: Env
+    agent: type[Agent]
+    config: PPOConfig
+    unroll_length: int = T
+
+
+MLP = Subject(CartPole(max_episode_steps=9), PPO, SMALL)
+OTHERS = {
+    "continuous": Subject(Pendulum(max_episode_steps=9), PPO, SMALL),
+    "cnn": Subject(Catch(), PPO, PPOConfig(hidden=(16,), channels=(4,))),
+    "gru": Subject(MemoryChain(memory_length=3), PPO, PPOConfig(hidden=(8,), recurrent=8), unroll_length=6),
+    "a2c": Subject(CartPole(max_episode_steps=9), A2C, A2CConfig(hidden=(16, 16))),
+}
+
+
+def make(enabled, subject=MLP):
     return Anakin(
-        lambda: PPO(env.spec, PPOConfig(hidden=(16, 16))),
-        env,
+        lambda: subject.agent(subject.env.spec, subject.config),
+        subject.env,
         num_envs=B,
-        unroll_length=T,
+        unroll_length=subject.unroll_length,
         learner=LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-3, epsilon=1e-3),
         num_iterations=6,
         compiler=Compiler(enabled=enabled),
@@ -37,15 +61,23 @@ def compiled():
 
 
 def test_one_compiled_iteration_equals_eager_from_the_same_carry(seed, compiled):
-    """Integers, actions and uniforms equal; other floats to 1e-5, and parameters to 1e-5 after 4 steps of Adam."""
-    eager = make(False)
+    assert_compiled_equals_eager(seed, make(False), compiled)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_compiled_iteration_of_other_agents_equals_eager(seed, name):
+    assert_compiled_equals_eager(seed, make(False, OTHERS[name]), make(True, OTHERS[name]))
+
+
+def assert_compiled_equals_eager(seed, eager, compiled):
+    """Integers and uniforms equal; other floats to 1e-5, and parameters to 1e-5 after 4 steps of Adam."""
     state = eager.init(seed)
     for _ in range(2):  # from the start, and from the middle of episodes
         (carry, want), (compiled_carry, got) = eager.rollout(state), compiled.rollout(state)
-        assert torch.equal(got.output.action, want.output.action)
         first = want.timestep.step_type == FIRST
         assert first.sum() >= B
-        assert torch.equal(got.timestep.observation[first], want.timestep.observation[first])  # uniforms
+        exact = 0.0 if isinstance(eager.env, CartPole | Catch | MemoryChain) else 1e-6  # Pendulum: cos, sin of uniforms
+        assert_close(got.timestep.observation[first], want.timestep.observation[first], rtol=0, atol=exact)
         assert_close((compiled_carry, got), (carry, want), rtol=1e-4, atol=1e-5)
         (after, metrics), (compiled_after, compiled_metrics) = eager.iterate(state), compiled.iterate(state)
         assert_close(compiled_after.learner.params, after.learner.params, rtol=0, atol=1e-5)

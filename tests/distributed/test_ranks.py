@@ -54,9 +54,9 @@ MLP = ("experiment=cartpole", "env.max_episode_steps=30")
 GRU = ("experiment=memory_chain", "env.memory_length=5", "algo.agent.recurrent=8")
 
 
-@pytest.mark.parametrize("agent", [MLP, GRU], ids=["mlp", "gru"])
+@pytest.mark.parametrize("agent", [MLP, GRU, (*MLP, "compile=true")], ids=["mlp", "gru", "compiled"])
 def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(agent: tuple[str, ...], tmp_path: Path):
-    overrides = (*agent, *SMALL, f"total_env_steps={20 * ITERATION}")
+    overrides = (*SMALL, *agent, f"total_env_steps={20 * ITERATION}")
     out = tmp_path / "two"
     out.mkdir()
     result = torchrun(tmp_path, probe.__file__, str(out), *overrides)

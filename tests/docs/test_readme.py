@@ -1,10 +1,30 @@
-"""Every Python block of the README runs, and every path it names exists."""
+"""Every Python block and every command of the README and its pages runs, and every path they name exists."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "write-an-environment.md").read_text()
+SMALL = ["compile=false", "logger.console=false", "num_envs=8", "total_env_steps=512", "algo.unroll_length=16"]
+SMALL += ["evaluation.episodes=2"]
+# What `make` runs is run by whoever types it; the suite behind `bench` takes half an hour, and has tests of its own.
+ELSEWHERE = ("git ", "make ", "torchpod bench")
+
+
+def commands(text):
+    """The lines of a page's shell blocks, without comments; several commands may stand side by side."""
+    blocks = [
+        body for kind, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if kind != "python"
+    ]
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [command for line in lines for command in re.split(r"\s{3,}", line) if command]
 
 
 def test_python_blocks_of_the_readme_run(tmp_path, monkeypatch, capsys):
@@ -33,3 +53,43 @@ def test_make_targets_named_in_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+COMMANDS = [c for text in (README, PAGE) for c in commands(text) if not c.startswith(ELSEWHERE)]
+
+
+def test_the_pages_have_commands():
+    words = {" ".join(c.split()[:2]) for c in COMMANDS}
+    assert words >= {"torchpod train", "torchpod eval", "torchpod plot", "torchpod list", "torchpod doctor"}
+    assert any(c.startswith("torchrun") for c in COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a run in it, and with a reader's own environment."""
+    path = tmp_path_factory.mktemp("reader")
+    source = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
+    for name in ("my_env.py", "path/to/my_env.py"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(source)
+    run(path, ["torchpod", "train", "experiment=cartpole", *SMALL])
+    return path
+
+
+def run(path, words):
+    programs = {"torchpod": ["-m", "torchpod"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, *programs[words[0]], *words[1:]], cwd=path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_pages_run(command, folder):
+    """As they stand; training is cut short by further settings, and RUN and <run> are the run of the fixture."""
+    done = next((folder / "runs" / "cartpole").iterdir())
+    words = shlex.split(command.replace("<run>", done.name).replace("RUN...", str(done)).replace("RUN", str(done)))
+    trains = "train" in words and not any(word.startswith("resume=") for word in words)
+    assert run(folder, [*words, *(SMALL if trains else [])])
