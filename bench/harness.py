@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -23,7 +22,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from torchpod.run_folder import commit, versions
+from torchpod.run_folder import commit, cpu, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -133,18 +132,13 @@ class Row:
 
 def hardware() -> dict[str, Any]:
     """What ran the benchmark: `name` is short and fit for a file name."""
-    cpu, family, model = platform.machine(), "", ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        text = cpuinfo.read_text()
-        values = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE))
-        cpu = values.get("model name", cpu)
-        family, model = values.get("cpu family", ""), values.get("model", "")
+    found = cpu()
+    brand, family, model = found["model name"], found["cpu family"], found["model"]
     cores = os.cpu_count() or 1
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    words = [cpu, family, model, f"{cores} cores", *([gpu] if gpu else [])]
+    words = [brand, family, model, f"{cores} cores", *([gpu] if gpu else [])]
     name = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
-    return {"name": name, "cpu": cpu, "cpu_family": family, "cpu_model": model, "cores": cores, "gpu": gpu}
+    return {"name": name, "cpu": brand, "cpu_family": family, "cpu_model": model, "cores": cores, "gpu": gpu}
 
 
 def calibrate(core: int | None) -> dict[str, float]:

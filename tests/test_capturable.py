@@ -97,7 +97,8 @@ def test_a_recurrent_iteration_needs_nothing_from_the_host():
 def test_keys_of_plain_integers_need_nothing_from_the_host():
     keys = random.split(random.key(0, "meta"), 4)
     with HostData() as host, Devices() as devices:
-        random.at(keys, 3), random.fold_in(keys, 3), random.advance(keys, 3)
+        for change in (random.at, random.fold_in, random.advance):
+            change(keys, 3)
     assert (host.calls, devices.calls) == ([], [])
     assert devices.count > 100
 

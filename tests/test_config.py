@@ -123,6 +123,14 @@ def refused(overrides: list[str]) -> str:
         ("threads=0", "threads=0 must be at least 1."),
         ("algo.unroll_length=0", "algo.unroll_length=0 must be at least 1."),
         ("algo.learner.num_minibatches=0", "algo.learner.num_minibatches=0 must be at least 1."),
+        (
+            "algo.learner.num_minibatches=100000",
+            "algo.learner.num_minibatches=100000 divides neither num_envs=64 nor algo.unroll_length=128; use a number "
+            "that divides one of them, e.g. algo.learner.num_minibatches=64.",
+        ),
+        ("device=banana", "device=banana is not known; use cpu, cuda or cuda:INDEX."),
+        ("device=cuda:x", "device=cuda:x is not known; use cpu, cuda or cuda:INDEX."),
+        ("device=cuda:-1", "device=cuda:-1 is not known; use cpu, cuda or cuda:INDEX."),
         ("algo.learner.chunk_rows=-1", "algo.learner.chunk_rows=-1 must be at least 1."),
         ("loop.iterations_per_call=0", "loop.iterations_per_call=0 must be at least 1."),
         ("checkpoint.keep=0", "checkpoint.keep=0 must be at least 1."),

@@ -30,8 +30,20 @@ def test_the_whole_report_on_this_machine(here, capsys):
     assert doctor() == 0
     out = capsys.readouterr().out
     assert out.endswith("the essentials work\n") and "the check itself failed" not in out
-    for name in ("python", "torch", "cpu", "torch.compile", "cuda", "gloo", "nccl", "envpool", "brax", "./runs"):
+    for name in (
+        "python",
+        "torch",
+        "cpu",
+        "torch.compile",
+        "cuda",
+        "gloo",
+        "nccl",
+        "tensorboard",
+        "matplotlib",
+        "./runs",
+    ):
         assert f" {name}" in out
+    assert "sebulba" not in out.lower()  # planned: nothing to install for it yet
     assert all(line[:5] in ("ok   ", "warn ", "no   ", "     ") for line in out.splitlines()[:-2])
     assert os.listdir(here) == []  # looking left nothing behind
     assert not dist.is_initialized()

@@ -84,6 +84,30 @@ def test_train_then_eval_then_resume(call: Call):
     assert checkpoint.latest(Path("run")).name == f"{3:010d}"
 
 
+def test_the_screen_says_that_the_interval_is_of_the_iqm(call: Call):
+    _, out, _ = call("train", *SMALL, "run_dir=run")
+    score = json.loads(Path("run/summary.json").read_text())["eval_return"]
+    low, high = score["ci95"]
+    assert out.startswith(
+        f"eval return {score['mean']:.1f} (IQM {score['iqm']:.1f}, 95 % CI of the IQM [{low:.1f}, {high:.1f}], "
+        "2 episodes) after "
+    )
+
+
+def test_fewer_env_steps_than_one_iteration_train_one_iteration(call: Call):
+    status, out, _ = call("train", *SMALL, "run_dir=run", "total_env_steps=1", "logger.console=true")
+    assert status == 0 and out.startswith("100%  ")
+    assert checkpoint.latest(Path("run")).name == f"{1:010d}"
+
+
+def test_a_run_with_resets_ends_at_100_percent(call: Call):
+    settings = ("total_env_steps=320", "env.max_episode_steps=4", "logger.console=true")
+    _, out, _ = call("train", *SMALL, "run_dir=run", *settings)
+    last = out.splitlines()[-3]
+    assert json.loads(Path("run/summary.json").read_text())["env_steps"] < 320
+    assert last.startswith("100%  ") and "/320 env steps" in last
+
+
 def test_a_population_names_its_best_member(call: Call):
     status, out, _ = call("train", *SMALL, "run_dir=run", "population=2")
     best = json.loads(Path("run/summary.json").read_text())["best_member"]
@@ -96,10 +120,17 @@ def test_a_population_names_its_best_member(call: Call):
         (["num_enws=3"], "num_enws is no setting; did you mean num_envs"),
         (["env=pendulun"], "env=pendulun is not known; did you mean pendulum?"),
         (["num_envs=lots"], "num_envs='lots': expected an integer."),
-        (["num_envs=6", "algo.unroll_length=5"], "num_envs=6 per rank cannot be dealt to num_minibatches=4; use a"),
+        (["num_envs=0"], "num_envs=0 must be at least 1."),
+        (
+            ["algo.learner.num_minibatches=100000"],
+            "algo.learner.num_minibatches=100000 divides neither num_envs=4 nor algo.unroll_length=8; use a number "
+            "that divides one of them, e.g. algo.learner.num_minibatches=4.",
+        ),
         (["algo.agent.recurrent=4", "num_envs=6"], "num_envs=6 per rank cannot be dealt to num_minibatches=4; use a"),
         (["device=tpu"], "device=tpu is not known; use cpu, cuda or cuda:INDEX."),
+        (["device=cuda:x"], "device=cuda:x is not known; use cpu, cuda or cuda:INDEX."),
         (["device=cuda:99"], "device=cuda:99: "),
+        (["resume=file"], "resume=file is a file; give a run folder, or auto."),
         (["resume=nonsense"], "resume=nonsense: there is no such folder; give a run folder, or auto."),
         (["resume=."], ". holds no checkpoint; give a folder that torchpod train has written."),
         (["seed=-1"], "seed=-1 must be an integer from 0 to 2^63 - 1."),
@@ -107,6 +138,8 @@ def test_a_population_names_its_best_member(call: Call):
         (["env=file.py:Env"], "env="),
         (["env.max_episode_steps=0"], "max_episode_steps=0 is wrong; use an integer of at least 1."),
         (["run_dir=/proc/run"], "/proc/run cannot be written (No such file or directory); free some space, or choose"),
+        (["run_dir=file"], "run_dir=file is a file; name a folder, or leave it out."),
+        (["run_dir=file", "resume=auto"], "run_dir=file is a file; name a folder, or leave it out."),
         (["run_dir=file/run"], "file/run cannot be written (Not a directory); free some space, or choose another"),
     ],
 )
@@ -124,7 +157,8 @@ def test_without_cuda_device_cuda_is_refused(call: Call):
 
 
 def test_settings_that_failed_can_be_repaired_in_the_same_folder(call: Call):
-    error_of(call("train", *SMALL, "run_dir=run", "num_envs=6", "algo.unroll_length=5"))
+    error_of(call("train", *SMALL, "run_dir=run", "num_envs=6", "algo.agent.recurrent=4"))
+    assert Path("run").is_dir()
     assert call("train", *SMALL, "run_dir=run")[0] == 0
 
 

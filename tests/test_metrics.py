@@ -224,10 +224,10 @@ class Clock:
         return self.now
 
 
-def console(total, terminal=False, width=120):
+def console(total, terminal=False, width=120, num_iterations=None):
     out, clock = io.StringIO(), Clock()
     screen = Console(file=out, force_terminal=terminal, width=width, color_system=None)
-    return ConsoleSink(total, console=screen, clock=clock), out, clock
+    return ConsoleSink(total, num_iterations or total // 100, console=screen, clock=clock), out, clock
 
 
 def test_plain_lines_show_steps_rate_return_losses_and_time_left():
@@ -242,6 +242,18 @@ def test_plain_lines_show_steps_rate_return_losses_and_time_left():
     ]
 
 
+def test_progress_and_time_left_go_by_iterations_as_resets_are_no_env_steps():
+    for terminal in (False, True):
+        sink, out, clock = console(1000, terminal=terminal, num_iterations=4)
+        for i, env_steps in enumerate((249, 490, 700, 930), 1):
+            clock.now = 10.0 * i
+            sink.write({"iteration": i, "env_steps": env_steps})
+        sink.close()
+        shown = [line for line in out.getvalue().splitlines() if "env steps" in line]
+        assert " 75%" in shown[2] and "700/1k env steps" in shown[2] and shown[2].endswith("ETA 0:10")
+        assert "100%" in shown[-1] and "930/1k env steps" in shown[-1] and shown[-1].endswith("ETA 0:00")
+
+
 def test_plain_lines_come_at_most_every_few_seconds_and_the_last_always():
     sink, out, clock = console(10_000)
     for i in range(1, 101):
@@ -253,7 +265,7 @@ def test_plain_lines_come_at_most_every_few_seconds_and_the_last_always():
 
 
 def test_the_rate_of_the_row_is_shown_and_the_time_left_is_measured_without_compilation():
-    sink, out, clock = console(1_000_000)
+    sink, out, clock = console(1_000_000, num_iterations=10)
     clock.now = 60.0  # compilation
     sink.write({"iteration": 1, "env_steps": 100_000, "env_steps_per_s": NAN})
     clock.now = 70.0
@@ -296,11 +308,11 @@ def test_a_terminal_gets_a_bar_that_ends_with_the_last_row():
 def test_a_narrow_terminal_leaves_out_losses_but_never_the_time_left():
     shown = {}
     for width in (80, 140):
-        sink, out, clock = console(500_000, terminal=True, width=width)
+        sink, out, clock = console(500_000, terminal=True, width=width, num_iterations=500)
         losses = {"policy_loss": -0.01234, "value_loss": 1.25, "loss": 0.51234}
-        sink.write({"iteration": 1, "env_steps": 100_000, "episode_return": 212.4, **losses})
+        sink.write({"iteration": 100, "env_steps": 100_000, "episode_return": 212.4, **losses})
         clock.now = 10.0
-        sink.write({"iteration": 2, "env_steps": 131_072, "episode_return": 212.4, **losses})
+        sink.write({"iteration": 131, "env_steps": 131_072, "episode_return": 212.4, **losses})
         sink.close()
         shown[width] = out.getvalue().splitlines()[-2]
     assert shown[80].endswith("131k/500k env steps  3.11k/s  return 212.4  loss 0.5123  ETA 1:59")

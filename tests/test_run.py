@@ -104,6 +104,20 @@ def test_a_run_that_is_killed_ten_times_ends_as_if_nothing_had_happened(zygote: 
     assert_equal_runs(tmp_path / "whole", killed)
 
 
+def test_a_compiled_run_that_is_killed_ends_as_if_nothing_had_happened(zygote: Zygote, tmp_path: Path):
+    command = ("train", *CARTPOLE, "compile=true", f"total_env_steps={200 * ITERATION}", "checkpoint.interval_s=0")
+    status, _, error = zygote.run(*command, "run_dir=whole", cwd=tmp_path)
+    assert status == 0, error
+    job = zygote.start(*command, "run_dir=killed", cwd=tmp_path)
+    wait_until(lambda: rows_written(tmp_path / "killed") >= 3, timeout_s=300.0)
+    job.kill(signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL, job.err
+    assert rows_written(tmp_path / "killed") < rows_written(tmp_path / "whole")
+    status, _, error = zygote.run("train", "resume=killed", cwd=tmp_path)
+    assert status == 0, error
+    assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
+
+
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import json
 import operator
+import re
 import sys
 import types
 import typing
@@ -193,6 +194,8 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(f"seed={config.seed} must be an integer from 0 to 2^63 - 1.")
     if config.total_env_steps > 2**53:
         raise ConfigError(f"total_env_steps={config.total_env_steps} must be at most 2^53.")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
+        raise ConfigError(f"device={config.device} is not known; use cpu, cuda or cuda:INDEX.")
     if config.run_dir == "":
         raise ConfigError("run_dir is empty; name a folder, or leave it out.")
     _check_ranges(dataclasses.asdict(config.algo.learner), "algo.learner.")
@@ -207,7 +210,20 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
                 f"members.{name}={list(column)} must be a list of population={config.population} numbers."
             )
     _check_ranges(config.members, "members.")
+    _check_minibatches(config)
     return config
+
+
+def _check_minibatches(config: TrainConfig) -> None:
+    """What can be known before the agent is: a recurrent one, or ranks, ask the learner for more."""
+    wanted, num_envs, length = config.algo.learner.num_minibatches, config.num_envs, config.algo.unroll_length
+    if num_envs % wanted and length % wanted:
+        example = next(n for n in range(min(wanted, num_envs), 0, -1) if num_envs % n == 0)
+        raise ConfigError(
+            f"algo.learner.num_minibatches={wanted} divides neither num_envs={num_envs} nor "
+            f"algo.unroll_length={length}; use a number that divides one of them, e.g. "
+            f"algo.learner.num_minibatches={example}."
+        )
 
 
 def _check_ranges(values: Mapping[str, Any], prefix: str) -> None:

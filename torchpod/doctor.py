@@ -26,8 +26,6 @@ _NEEDED = ("tensordict", "torchrl", "hydra-core", "gymnasium", "numpy", "safeten
 _OPTIONAL = {
     "tensorboard": ("tensorboard", "logger.tensorboard=true"),
     "matplotlib": ("plot", "torchpod plot"),
-    "envpool": ("envpool", "EnvPool's environments (Atari, MuJoCo) with loop=sebulba"),
-    "brax": ("brax", "Brax environments, through JAX"),
 }
 """Distribution to (extra of torchpod-rl, what needs it)."""
 

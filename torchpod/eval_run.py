@@ -19,6 +19,8 @@ from torchpod.run_folder import read_config
 def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
     """A line of JSON: `{mean, iqm, ci95, episodes, unfinished, checkpoint}`; one line per member of a population.
 
+    `ci95` is the 95 % bootstrap interval of the IQM.
+
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.
     """

@@ -72,8 +72,8 @@ def _train(overrides: list[str]) -> int:
     if run.summary:
         score = run.summary["eval_return"]
         print(
-            f"eval return {score['mean']:.1f} (IQM {score['iqm']:.1f}, 95% CI {score['ci95'][0]:.1f} to "
-            f"{score['ci95'][1]:.1f}, {score['episodes']} episodes) after {run.summary['env_steps']:,} env steps; "
+            f"eval return {score['mean']:.1f} (IQM {score['iqm']:.1f}, 95 % CI of the IQM [{score['ci95'][0]:.1f}, "
+            f"{score['ci95'][1]:.1f}], {score['episodes']} episodes) after {run.summary['env_steps']:,} env steps; "
             f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s, {run.summary['compile_s']:.1f} s compilation"
         )
         if "best_member" in run.summary:

@@ -179,7 +179,8 @@ class ConsoleSink:
     population the mean over members and the best one), the losses and the time left.
 
     Args:
-      total_env_steps: of the whole run.
+      total_env_steps: of the whole run, as planned; resets take a part of them.
+      num_iterations: of the whole run: what the bar, the percentage and the time left go by.
       every_s: seconds between two plain lines.
       console: where to write; standard output if None.
       clock: the time in seconds.
@@ -188,14 +189,16 @@ class ConsoleSink:
     def __init__(
         self,
         total_env_steps: int,
+        num_iterations: int,
         *,
         every_s: float = 5.0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._every_s, self._clock = total_env_steps, every_s, clock
+        self._total, self._num_iterations = total_env_steps, num_iterations
+        self._every_s, self._clock = every_s, clock
         self._console = console or Console(file=sys.stdout)
-        self._history: collections.deque[tuple[float, int]] = collections.deque()
+        self._history: collections.deque[tuple[float, int, int]] = collections.deque()
         self._shown_at, self._unshown = -math.inf, None
         self._progress: Progress | None = None
         if self._console.is_terminal:
@@ -206,12 +209,12 @@ class ConsoleSink:
                 TextColumn("{task.fields[text]}", markup=False),
             )
             self._progress = Progress(*columns, console=self._console, auto_refresh=False)
-            self._task = self._progress.add_task("train", total=total_env_steps, text="compiling")
+            self._task = self._progress.add_task("train", total=num_iterations, text="compiling")
             self._progress.start()
 
     def write(self, row: Row) -> None:
-        now, env_steps = self._clock(), int(_number(row["env_steps"]))
-        self._history.append((now, env_steps))
+        now = self._clock()
+        self._history.append((now, int(_number(row["env_steps"])), int(_number(row["iteration"]))))
         while len(self._history) > 2 and now - self._history[1][0] >= _RATE_WINDOW_S:
             self._history.popleft()
         self._unshown = row
@@ -226,21 +229,21 @@ class ConsoleSink:
 
     def _show(self, row: Row, now: float) -> None:
         self._shown_at, self._unshown = now, None
-        env_steps = int(_number(row["env_steps"]))
-        text = self._text(row, env_steps)
+        text, iteration = self._text(row), self._history[-1][2]
         if self._progress is not None:
-            self._progress.update(self._task, completed=min(env_steps, self._total), text=text, refresh=True)
+            self._progress.update(self._task, completed=iteration, text=text, refresh=True)
         else:
-            percent = math.floor(100.0 * min(1.0, env_steps / max(self._total, 1)))
+            percent = 100 * iteration // self._num_iterations
             self._console.print(f"{percent:3d}%  {text}", soft_wrap=True, markup=False, highlight=False)
 
-    def _text(self, row: Row, env_steps: int) -> str:
+    def _text(self, row: Row) -> str:
         # From the first row on: what came before it is compilation.
-        (then, steps_then), (now, steps_now) = self._history[0], self._history[-1]
-        own_rate = (steps_now - steps_then) / (now - then) if now > then else math.nan
+        (then, steps_then, iteration_then), (now, env_steps, iteration) = self._history[0], self._history[-1]
         shown_rate = _number(row.get("env_steps_per_s", math.nan))
-        shown_rate = own_rate if math.isnan(shown_rate) else shown_rate
-        left_s = max(self._total - env_steps, 0) / own_rate if own_rate > 0 else math.nan
+        if math.isnan(shown_rate) and now > then:
+            shown_rate = (env_steps - steps_then) / (now - then)
+        iterations_left, done = self._num_iterations - iteration, iteration - iteration_then
+        left_s = iterations_left * (now - then) / done if done > 0 and now > then else math.nan
         head = [
             f"{_compact(env_steps)}/{_compact(self._total)} env steps",
             f"{_compact(shown_rate)}/s",

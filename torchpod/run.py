@@ -265,7 +265,7 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
         except ImportError as error:
             raise ConfigError(str(error)) from error
     if config.logger.console:
-        sinks.append(ConsoleSink(config.total_env_steps))
+        sinks.append(ConsoleSink(config.total_env_steps, config.num_iterations))
     return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 
 
@@ -345,7 +345,7 @@ def summarise(
 
 
 def eval_return(returns: Tensor) -> dict[str, Any]:
-    """`{mean, iqm, ci95, episodes}` of episode returns `[E]`."""
+    """`{mean, iqm, ci95, episodes}` of episode returns `[E]`; `ci95` is the 95 % bootstrap interval of the IQM."""
     values = returns.double().cpu().numpy()
     low, high = stats.bootstrap_ci(values, stats.iqm)
     return {

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -34,7 +35,8 @@ def resume_source(config: TrainConfig) -> Path | None:
     if config.resume not in (None, "auto"):
         path = Path(config.resume)
         if not path.is_dir():
-            raise CheckpointError(f"resume={config.resume}: there is no such folder; give a run folder, or auto.")
+            problem = " is a file" if path.exists() else ": there is no such folder"
+            raise CheckpointError(f"resume={config.resume}{problem}; give a run folder, or auto.")
         checkpoint.latest(path)
         return path
     if config.run_dir is not None:
@@ -105,6 +107,8 @@ def _create_run_dir(config: TrainConfig) -> Path:
                 return path
             now += datetime.timedelta(seconds=1)
     path = Path(config.run_dir)
+    if path.is_file():
+        raise ConfigError(f"run_dir={path} is a file; name a folder, or leave it out.")
     metrics = path / METRICS_FILE
     # What has no checkpoint cannot be resumed: then `resume=auto` begins again in the same folder.
     if checkpoint.all_of(path) or (metrics.is_file() and metrics.stat().st_size and not _goes_on(config)):
@@ -134,11 +138,16 @@ def hardware(device: torch.device) -> str:
     """A short name of what the run ran on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
+    return f"{cpu()['model name']}, {os.cpu_count()} cores"
+
+
+def cpu() -> dict[str, str]:
+    """`model name`, `cpu family` and `model` of this CPU, as /proc/cpuinfo has them; elsewhere at least a name."""
+    found = {"model name": platform.processor() or platform.machine(), "cpu family": "", "model": ""}
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model)
-    return f"{model}, {os.cpu_count()} cores"
+        text = Path("/proc/cpuinfo").read_text()
+        found.update(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE))
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -5,8 +5,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
-from torchpod import bench
+from torchpod import bench, run_folder
 from torchpod.bench import anakin, harness
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
 
@@ -161,6 +162,10 @@ def test_results_are_named_after_suite_hardware_and_date(tmp_path, monkeypatch):
     path = harness.write_results("anakin", [], failures=[], calibration=CALIBRATION, load_average=(0.0, 0.0, 0.0))
     assert path.parent == tmp_path
     assert path.name.startswith(f"anakin_{harness.hardware()['name']}_2")
+
+
+def test_a_benchmark_and_a_run_name_the_same_cpu():
+    assert run_folder.hardware(torch.device("cpu")).startswith(f"{harness.hardware()['cpu']}, ")
 
 
 def test_the_calibration_product_is_the_one_that_scales_the_figures():
