@@ -7,12 +7,9 @@ profiler, in which the host must not wait for the device. Then PPO CartPole at s
 per iteration, capture time, memory. With `device="cpu"` the same code runs uncaptured, which is how it is tested.
 """
 
-import json
 import os
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, AnakinState
 from torchpod.bench import harness
+from torchpod.bench.harness import Row, RowMaker
 from torchpod.compile import Compiler
 from torchpod.envs.cartpole import CartPole
 from torchpod.graph import Replay
@@ -37,22 +35,20 @@ def main(json_path: str | None = None, *, quick: bool = False, device: str = "cu
         print("torchpod bench gpu: PyTorch sees no CUDA device here.", file=sys.stderr)
         return 2
     torch.backends.cuda.matmul.allow_tf32 = True  # as JAX multiplies by default
+    load_average = os.getloadavg()
     rows, failures = correctness(device, num_envs=64 if quick else 1024)
     for num_envs in NUM_ENVS[:1] if quick else NUM_ENVS:
         rows += throughput(device, num_envs, iterations=2 if quick else 20)
-        print(rows[-1], flush=True)
-    report = {
-        "suite": "gpu",
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else harness.hardware(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "rows": rows,
-        "failures": failures,
-    }
-    default = harness.RESULTS / f"gpu_{harness.hardware()['name']}_{time.strftime('%Y-%m-%d-%H%M')}.json"
-    path = Path(json_path) if json_path else default
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1))
+        print(f"{rows[-1].name}: {rows[-1].value:,.0f} {rows[-1].unit}", flush=True)
+    path = harness.write_results(
+        "gpu",
+        rows,
+        failures=failures,
+        calibration={},
+        load_average=load_average,
+        json_path=json_path,
+        extra={"tf32": torch.backends.cuda.matmul.allow_tf32, "cuda": torch.version.cuda, "quick": quick},
+    )
     print(f"{len(rows)} rows in {path}")
     for failure in failures:
         print(f"torchpod bench: {failure}", file=sys.stderr)
@@ -74,7 +70,7 @@ def build(device: str, num_envs: int, *, compiled: bool) -> Anakin:
     )
 
 
-def correctness(device: str, num_envs: int) -> tuple[list[dict[str, Any]], list[str]]:
+def correctness(device: str, num_envs: int) -> tuple[list[Row], list[str]]:
     """Eager, compiled and captured from the same carry; and the number of host syncs in a replay."""
     eager, compiled = build(device, num_envs, compiled=False), build(device, num_envs, compiled=True)
     state = eager.init(0)
@@ -85,14 +81,14 @@ def correctness(device: str, num_envs: int) -> tuple[list[dict[str, Any]], list[
         "compiled": compiled.iterate(state)[0],
         "captured": pytree.tree_map(torch.clone, replay.state),
     }
-    rows, failures = [], []
+    make, rows, failures = RowMaker(), [], []
     for a, b in (("eager", "compiled"), ("compiled", "captured")):
         difference = largest_difference(results[a], results[b])
-        rows.append({"name": f"difference_{a}_{b}", "value": difference, "unit": "max abs over parameters"})
+        rows.append(make.alone(f"difference_{a}_{b}/{num_envs}", difference, "largest over parameters"))
         if not difference <= TOLERANCE:
             failures.append(f"{b} differs from {a} by {difference:.2e} after one iteration; {TOLERANCE} is allowed.")
     syncs = host_syncs(replay)
-    rows.append({"name": "host_syncs_per_replay", "value": len(syncs), "unit": "calls"})
+    rows.append(make.alone(f"host_syncs_per_replay/{num_envs}", len(syncs), "calls"))
     if syncs:
         failures.append(f"the host waits for the device during a replay: {sorted(set(syncs))}.")
     return rows, failures
@@ -110,7 +106,10 @@ def host_syncs(replay: Replay) -> list[str]:
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("replay"):
+    with (
+        torch.profiler.profile(activities=activities, acc_events=True) as profile,
+        torch.profiler.record_function("replay"),
+    ):
         replay()
     events = profile.events()
     if events is None:
@@ -123,7 +122,7 @@ def host_syncs(replay: Replay) -> list[str]:
     ]
 
 
-def throughput(device: str, num_envs: int, iterations: int) -> list[dict[str, Any]]:
+def throughput(device: str, num_envs: int, iterations: int) -> list[Row]:
     """Environment steps per second of whole iterations, with what they cost to set up."""
     anakin = build(device, num_envs, compiled=True)
     began = time.perf_counter()
@@ -141,16 +140,11 @@ def throughput(device: str, num_envs: int, iterations: int) -> list[dict[str, An
         times.append(time.perf_counter() - began)
     rates = sorted(iterations * 128 * num_envs / t for t in times)
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    make = RowMaker()
     return [
-        {"name": f"setup_ppo_cartpole/{num_envs}", "value": setup_s, "unit": "s"},
-        {"name": f"memory_ppo_cartpole/{num_envs}", "value": memory, "unit": "bytes"},
-        {
-            "name": f"ppo_cartpole/{num_envs}",
-            "value": rates[1],
-            "unit": "env_steps/s",
-            "repeats": rates,
-            "threads": {"torch": torch.get_num_threads(), "cpus": os.cpu_count()},
-        },
+        make.alone(f"setup_ppo_cartpole/{num_envs}", setup_s, "s"),
+        make.alone(f"memory_ppo_cartpole/{num_envs}", memory, "bytes"),
+        make.alone(f"ppo_cartpole/{num_envs}", rates[1], "env_steps/s", rates),
     ]
 
 

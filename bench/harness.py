@@ -286,6 +286,23 @@ class RowMaker:
         """Seconds of tracing and compiling."""
         return self._row(name, "s", ours, peer, peer_name, lambda m: [m["compile_s"]])
 
+    def alone(self, name: str, value: float, unit: str, repeats: Sequence[float] = ()) -> Row:
+        """A measurement without a peer."""
+        return Row(
+            name=name,
+            value=value,
+            unit=unit,
+            repeats=list(repeats) or [value],
+            peer=None,
+            ratio=None,
+            interval=None,
+            cpu_share=None,
+            threads={"torchpod": {"torch": torch.get_num_threads(), "cores": os.cpu_count()}},
+            hardware=self.hardware["name"],
+            versions=self.versions,
+            commit=self.commit,
+        )
+
     def _row(
         self,
         name: str,

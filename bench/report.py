@@ -41,8 +41,6 @@ def load(results: Path) -> list[dict[str, Any]]:
     documents = []
     for path in sorted(results.glob("*.json")):
         document = json.loads(path.read_text())
-        if isinstance(document, dict) and document.get("suite") == "gpu":
-            continue  # rows without a peer: read the file itself
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"{path} is no benchmark result of format {FORMAT}; move it out of {results}")
         if not document.get("quick"):
@@ -84,8 +82,8 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         f"## {latest['suite']} on {machine['name']}",
         "",
-        f"{device}. {latest['date'][:10]}, commit {latest['commit']}, load average {latest['load_average'][0]:.2f};"
-        f" one core multiplies {products}. "
+        f"{device}. {latest['date'][:10]}, commit {latest['commit']}, load average {latest['load_average'][0]:.2f}"
+        + (f"; one core multiplies {products}. " if products else ". ")
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + ".",
         "",
@@ -125,4 +123,6 @@ def _line(row: Mapping[str, Any]) -> str:
 def _number(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    return f"{value:.1f} s" if unit == "s" else f"{value:,.0f}"
+    if unit == "s":
+        return f"{value:.1f} s"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"

@@ -282,26 +282,46 @@ def gradient(params: Params, rows: Rows) -> Params:
     return jax.tree.map(lambda g: g * (CHUNK_ROWS / size), total)
 
 
-def permutation(key: Array, size: int) -> Array:
-    """A random order of rows: sorts 64-bit words of 32 random bits above the row's number.
+def permutation(key: Array, shape: tuple[int, ...]) -> Array:
+    """Random orders of the last axis: sorts 64-bit words of 32 random bits above the item's number.
 
     XLA sorts one array of integers four times as fast as pairs, and `jax.random.permutation` sorts pairs twice.
     """
-    words = jax.random.bits(key, (size,))
+    words = jax.random.bits(key, shape)
     with jax.enable_x64(True):
         words = lax.convert_element_type(words, jnp.uint64) << jnp.uint64(32)
-        order = lax.sort(words | lax.iota(jnp.uint64, size), is_stable=False)
+        order = lax.sort(words | lax.broadcasted_iota(jnp.uint64, shape, len(shape) - 1), is_stable=False)
         return lax.convert_element_type(order, jnp.uint32)
 
 
-def ppo_iteration(carry: Carry, total_iterations: int) -> tuple[Carry, Episodes]:
+def shuffled(key: Array, rows: Rows, deal: bool) -> Rows:
+    """Minibatches `[M, T * B / M, ...]` of rows `[T, B, ...]`.
+
+    All T * B rows are shuffled, as purejaxrl does it; or, with `deal`, each environment deals its own shuffled steps to
+    the minibatches, as torchpod does it: fewer words per sort, and rows that lie together.
+    """
+    length, size = rows.action.shape
+    if not deal:
+        order = permutation(key, (length * size,))
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+        return jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), flat)
+    order = permutation(key, (size, length))
+
+    def pick(x: Array) -> Array:
+        x = jax.vmap(lambda steps, own: steps[own])(x.swapaxes(0, 1), order)
+        x = x.reshape(size, MINIBATCHES, length // MINIBATCHES, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(MINIBATCHES, -1, *x.shape[3:])
+
+    return jax.tree.map(pick, rows)
+
+
+def ppo_iteration(carry: Carry, total_iterations: int, deal: bool) -> tuple[Carry, Episodes]:
     """Rollout, advantages, epochs x minibatches."""
     carry, trajectory, episodes = rollout(carry)
     _, last_value = policy(carry.params, jax.vmap(observe)(carry.env_state))
     advantage = gae(trajectory, last_value)
     t = trajectory
     rows = Rows(t.observation, t.action, t.log_prob, t.value, advantage, advantage + t.value)
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 
     def minibatch(learner: tuple[Params, Adam], batch: Rows) -> tuple[tuple[Params, Adam], None]:
         params, opt = learner
@@ -310,17 +330,17 @@ def ppo_iteration(carry: Carry, total_iterations: int) -> tuple[Carry, Episodes]
     def epoch(scan_carry: tuple[Params, Adam, Array], _: None) -> tuple[tuple[Params, Adam, Array], None]:
         params, opt, key = scan_carry
         key, permutation_key = jax.random.split(key)
-        order = permutation(permutation_key, rows.action.shape[0])
-        batches = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), rows)
-        (params, opt), _ = lax.scan(minibatch, (params, opt), batches)
+        (params, opt), _ = lax.scan(minibatch, (params, opt), shuffled(permutation_key, rows, deal))
         return (params, opt, key), None
 
     (params, opt, key), _ = lax.scan(epoch, (carry.params, carry.opt, carry.key), None, EPOCHS)
     return carry._replace(params=params, opt=opt, key=key), episodes
 
 
-@partial(jax.jit, static_argnames=("mode", "iterations", "total_iterations"), donate_argnums=0)
-def run(carry: Carry, mode: str, iterations: int, total_iterations: int) -> tuple[Carry, Transition | None, Episodes]:
+@partial(jax.jit, static_argnames=("mode", "iterations", "total_iterations", "deal"), donate_argnums=0)
+def run(
+    carry: Carry, mode: str, iterations: int, total_iterations: int, deal: bool
+) -> tuple[Carry, Transition | None, Episodes]:
     """`iterations` iterations of a mode; the episodes are those of each iteration, `[iterations]`."""
 
     def body(scan_carry: tuple[Carry, Transition | None], _: None) -> tuple[tuple[Carry, Transition | None], Episodes]:
@@ -331,7 +351,7 @@ def run(carry: Carry, mode: str, iterations: int, total_iterations: int) -> tupl
             # The trajectory is an output, so that XLA cannot leave out storing it.
             carry, trajectory, episodes = rollout(carry)
         else:
-            carry, episodes = ppo_iteration(carry, total_iterations)
+            carry, episodes = ppo_iteration(carry, total_iterations, deal)
         return (carry, trajectory), episodes
 
     trajectory = None
@@ -345,7 +365,9 @@ def run(carry: Carry, mode: str, iterations: int, total_iterations: int) -> tupl
 # --- Measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: int = 0, seed: int = 0) -> dict:
+def measure(
+    num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: int = 0, seed: int = 0, deal: bool = False
+) -> dict:
     """Compiles, warms up, then times `repeats` calls of `iterations` iterations each.
 
     Args:
@@ -355,6 +377,7 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
       mode: "env_only", "policy" or "update".
       warmup: iterations before the first timed one, rounded up to whole calls, at least one call.
       seed: seed of parameters and environments.
+      deal: see `shuffled`.
 
     Returns:
       The fields of `Measurement` in bench/harness.py.
@@ -365,7 +388,8 @@ def measure(num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: 
     param_count = sum(x.size for x in jax.tree.leaves(carry.params))
 
     start = time.perf_counter()
-    compiled = run.lower(carry, mode=mode, iterations=iterations, total_iterations=total_iterations).compile()
+    settings = {"mode": mode, "iterations": iterations, "total_iterations": total_iterations, "deal": deal}
+    compiled = run.lower(carry, **settings).compile()
     compile_s = time.perf_counter() - start
 
     wall_s, cpu_s, episodes = [], [], None
@@ -411,9 +435,12 @@ def main() -> None:
     parser.add_argument("--mode", choices=["env_only", "policy", "update"], default="update")
     parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deal", action="store_true", help="each environment deals its own steps, as in torchpod")
     parser.add_argument("--json", action="store_true", help="print the JSON line instead of a sentence")
     args = parser.parse_args()
-    m = measure(args.num_envs, args.iterations, args.repeats, args.mode, warmup=args.warmup, seed=args.seed)
+    m = measure(
+        args.num_envs, args.iterations, args.repeats, args.mode, warmup=args.warmup, seed=args.seed, deal=args.deal
+    )
     if args.json:
         print(json.dumps(m))
     else:
