@@ -107,14 +107,16 @@ def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:
 
     if isinstance(space, spaces.Dict) and not action:
         return {name: spec_of(inner, f"{where}[{name!r}]") for name, inner in space.items()}
-    if isinstance(space, spaces.Discrete):
+    if isinstance(space, spaces.Discrete) and (action or space.start == 0):
         return Discrete(int(space.n))
     if isinstance(space, spaces.Box) and action:
         low, high = float(space.low.min()), float(space.high.max())
         if (space.low != low).any() or (space.high != high).any():
             raise ValueError(f"{where} has bounds that differ from entry to entry; wrap it in RescaleAction(-1, 1).")
         return Box(space.shape, low, high)
-    if isinstance(space, spaces.Box | spaces.MultiBinary):
+    if isinstance(space, spaces.Discrete):
+        return Array(())  # a number that may be negative, or never 0: no index
+    if isinstance(space, spaces.Box | spaces.MultiBinary) and not action:
         return Array(space.shape, torch.uint8 if space.dtype == np.uint8 else torch.float32)
     choice = "Box or Discrete" if action else "Box, Discrete, MultiBinary, or Dict of these"
     raise ValueError(f"{where} is {space}; use {choice}.")

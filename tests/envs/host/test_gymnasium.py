@@ -10,6 +10,7 @@ from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium
+from torchpod.envs.host.gymnasium import spec_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete
 from torchpod.testing import check_env
@@ -90,6 +91,11 @@ def test_keys_decide_the_episodes(seed):
 
 def test_bounds_of_actions_are_those_of_the_space():
     assert Gymnasium("Pendulum-v1").spec.action == Box((1,), -2.0, 2.0)
+
+
+def test_a_discrete_observation_that_starts_elsewhere_is_a_number():
+    assert spec_of(spaces.Discrete(3, start=-1), "observation") == Array(())
+    assert spec_of(spaces.Discrete(3), "observation") == Discrete(3)
 
 
 def test_unroll_steps_it_like_any_environment():

@@ -1,0 +1,203 @@
+"""EnvPool as a host environment: Atari, MuJoCo, DMC, Procgen and more, all of a batch in one call, in C++ threads."""
+
+import difflib
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchpod import random
+from torchpod.env import make_timestep
+from torchpod.envs.arguments import at_least
+from torchpod.envs.host.gymnasium import spec_of, to_tensors
+from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec
+from torchpod.types import LAST, TimeStep, Tree
+
+_RESERVED = {
+    "num_envs": "init makes one environment per key",
+    "seed": "the keys of init are the seeds",
+    "env_seed": "the keys of init are the seeds",
+    "batch_size": "a step is one of all environments; to overlap two, send() to one pool and recv() from another",
+    "zero_discount_on_life_loss": "where the discount is 0 an episode ends; use episodic_life=True",
+}
+"""Options of EnvPool that a user may not give, and why."""
+_RENDERING = {"from_pixels", "render_mode", "render_env_id", "render_width", "render_height", "render_camera_id"}
+_UNBOUNDED = 1e6  # EnvPool writes "no bound" as 1e10, or as the range of a double
+_MAX_JOINT = 10_000  # actions of several integers, numbered
+
+
+class EnvPool:
+    """A pool of EnvPool's environments behind the contract of `Env`; state None, everything on the CPU.
+
+    EnvPool resets at the step after the last and ignores its action, as the contract wants it. Observations of uint8,
+    float32 and bool are EnvPool's own arrays, not copied; every step has new ones, so those held stay as they are.
+    The keys of `init` seed the environments, once; the keys of `step` are not used.
+
+    With `episodic_life=True` a lost life of an Atari game is a termination; `extras["game_over"]` is the true end, and
+    `extras["raw_reward"]` the reward before `reward_clip=True`. Where an episode terminates in the very step in which
+    it meets its time limit, EnvPool itself says "truncated", except for Atari, MuJoCo Playground and Jumanji.
+
+    Float actions are clipped to their bounds, which EnvPool does not check; where bounds differ from entry to entry,
+    the spec says [-1, 1] and actions are scaled. Actions of several integers are numbered and become one Discrete.
+
+    Args:
+      name: one of `envpool.list_all_envs()`, such as "Pong-v5".
+      num_threads: C++ threads; more than 1 pays where a step of one environment takes more than some microseconds.
+      options: those of EnvPool: `max_episode_steps`, `stack_num`, `frame_skip`, `episodic_life`, `reward_clip`, ...
+
+    Raises:
+      ImportError: if envpool, or a system library that these environments need, is not installed.
+      ValueError: for an unknown name or option, several players, or a space that no agent here could read or act in.
+    """
+
+    traits = HOST
+
+    def __init__(self, name: str, *, num_threads: int = 1, **options: Any) -> None:
+        at_least(1, num_threads=num_threads)
+        names = _envpool().list_all_envs()
+        if name not in names:
+            raise ValueError(f"EnvPool has no environment {name!r}; the nearest names are {_nearest(name, names)}.")
+        for option in _RESERVED.keys() & options.keys():
+            raise ValueError(f"EnvPool({name!r}) takes no {option}: {_RESERVED[option]}.")
+        self._options = {"num_threads": num_threads, **options}
+        self._pool: Any = None
+        self._sent = False
+        self._was_last: Tensor = torch.zeros(0, dtype=torch.bool)
+        with _making(name, options):
+            spec = _envpool().make_spec(name, **options)
+            config, observation_space, action_space = spec.config, spec.observation_space, spec.action_space
+        if config.max_num_players > 1:
+            raise ValueError(f"{name} has up to {config.max_num_players} players; choose an environment with one.")
+        observation = spec_of(observation_space, f"{name}: observation_space")
+        action, self._to_native = _action_of(action_space, f"{name}: action_space")
+        if isinstance(observation, dict) and "action_mask" in observation and isinstance(action, Discrete):
+            if math.prod(mask := observation["action_mask"].shape) != action.num_values:
+                wrong = f"action_mask is {list(mask)}, not one entry for each of {action.num_values} joint actions"
+                raise ValueError(f"{name}: {wrong}; choose another environment.")
+            observation["action_mask"] = Array((action.num_values,), torch.bool)
+        limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
+        self.spec = EnvSpec(name, observation, action, limit, truncates_early=True)
+        self._episodic_life: bool = getattr(config, "episodic_life", False)
+
+    def init(self, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.init`; a second call begins again, with a new pool."""
+        at_least(1, num_envs=keys.shape[0])
+        self.close()
+        seeds = (random.bits(keys, 1)[:, 0] >> 1).tolist()  # EnvPool takes int32
+        with _making(self.spec.name, {}):
+            pool = _envpool().make_gymnasium(self.spec.name, num_envs=len(seeds), seed=seeds, **self._options)
+            observation, _ = pool.reset()
+        self._pool = pool
+        no = torch.zeros(len(seeds), dtype=torch.bool)
+        self._was_last = no
+        return None, make_timestep(
+            self._observation(observation), torch.zeros(len(seeds)), reset=~no, terminated=no, truncated=no
+        )
+
+    def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.step`."""
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action: Tensor) -> None:
+        """Starts a step and returns at once: the C++ threads work until `recv`, while the caller does other things."""
+        if self._pool is None or self._sent:
+            raise RuntimeError(f"{self.spec.name}: init() comes before send(), and recv() before the next send().")
+        # A check, because EnvPool would read past the end of a batch that is too short, and kill the process.
+        if action.shape != (len(self._was_last), *self.spec.action.shape):
+            expected = [len(self._was_last), *self.spec.action.shape]
+            raise ValueError(f"{self.spec.name} takes actions of shape {expected}; these are {list(action.shape)}.")
+        self._pool.send(self._to_native(action.numpy()))
+        self._sent = True
+
+    def recv(self) -> TimeStep:
+        """Waits for the step that `send` started."""
+        if not self._sent:
+            raise RuntimeError(f"{self.spec.name}: recv() comes after send().")
+        observation, reward, terminated, truncated, info = self._pool.recv()
+        self._sent = False
+        terminated, truncated = torch.from_numpy(terminated), torch.from_numpy(truncated)
+        extras = {}
+        if "reward" in info:
+            extras["raw_reward"] = torch.from_numpy(info["reward"]).masked_fill(self._was_last, 0.0)
+        if "terminated" in info:
+            over = torch.from_numpy(info["terminated"] != 0)
+            terminated = terminated | over
+            if self._episodic_life:
+                extras["game_over"] = (truncated | over) & ~self._was_last
+        timestep = make_timestep(
+            self._observation(observation),
+            torch.from_numpy(reward).float(),
+            reset=self._was_last,
+            terminated=terminated,
+            truncated=truncated,
+            extras=extras,
+        )
+        self._was_last = timestep.step_type == LAST
+        return timestep
+
+    def close(self) -> None:
+        """Lets go of the pool, which ends its threads."""
+        self._pool, self._sent = None, False
+
+    def _observation(self, observation: Any) -> Tree:
+        tensors = to_tensors(observation, self.spec.observation)
+        if isinstance(tensors, dict) and "action_mask" in tensors:
+            # Jumanji may allow nothing at LAST, where every action is ignored; a policy needs something to choose.
+            mask = tensors["action_mask"].flatten(1)
+            tensors["action_mask"] = mask | ~mask.any(-1, keepdim=True)
+        return tensors
+
+
+def _action_of(space: Any, where: str) -> tuple[Box | Discrete, Callable[[np.ndarray], np.ndarray]]:
+    """The spec of an action space, and the function that turns actions of the spec into EnvPool's."""
+    from gymnasium import spaces
+
+    if not isinstance(space, spaces.Box):
+        return spec_of(space, where, action=True), lambda action: action
+    low, high = space.low, space.high
+    if space.dtype is not None and space.dtype.kind != "f":
+        counts = tuple((high.astype(int) + 1).tolist())
+        if low.any() or space.shape != (len(counts),) or math.prod(counts) > _MAX_JOINT:
+            raise ValueError(f"{where} is {space}, more than {_MAX_JOINT} joint actions; choose another environment.")
+        return Discrete(math.prod(counts)), lambda action: np.stack(np.unravel_index(action, counts), -1)
+    if max(abs(low).max(), abs(high).max()) > _UNBOUNDED:
+        return Box(space.shape), lambda action: action
+    if (low == low.flat[0]).all() and (high == high.flat[0]).all():
+        return Box(space.shape, float(low.flat[0]), float(high.flat[0])), lambda action: action.clip(low, high)
+    center, half = (high + low) / 2, (high - low) / 2
+    return Box(space.shape, -1.0, 1.0), lambda action: (center + half * action).clip(low, high)
+
+
+@contextmanager
+def _making(name: str, options: dict[str, Any]) -> Iterator[None]:
+    """One sentence for what EnvPool raises; Gymnasium's warnings about the precision of bounds are hidden."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*precision lowered", UserWarning)
+            yield
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        if "unexpected keyword" in str(error):
+            known = {*_envpool().make_spec(name).config._fields} - _RESERVED.keys() | _RENDERING
+            for option in options.keys() - known:
+                choice = f"the nearest options are {_nearest(option, known)}"
+                raise ValueError(f"EnvPool({name!r}) has no option {option!r}; {choice}.") from error
+        reason = str(error).split("\n")[0].strip(" .")
+        raise ValueError(f"EnvPool cannot make {name}; check its options and its files. It says: {reason}.") from error
+
+
+def _envpool() -> Any:
+    try:
+        return importlib.import_module("envpool")
+    except ImportError as error:
+        raise ImportError("EnvPool needs the package envpool: pip install torchpod-rl[envpool].") from error
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    return ", ".join(difflib.get_close_matches(name, names, cutoff=0.0))

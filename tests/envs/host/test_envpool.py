@@ -1,0 +1,319 @@
+"""EnvPool behind the contract: every family, and above all where episodes end."""
+
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from torchpod import random
+from torchpod.agent import variables_of
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.envs.host import EnvPool
+from torchpod.rollout import make_step, start, unroll
+from torchpod.specs import Array, Box, Discrete
+from torchpod.testing import check_env
+from torchpod.types import FIRST, LAST, MID
+
+envpool = pytest.importorskip("envpool", reason="the extra `envpool` is not installed", exc_type=ImportError)
+registration = pytest.importorskip("envpool.registration")
+
+FAMILIES = {
+    "atari": ("Pong-v5", 60),
+    "box2d": ("LunarLander-v3", 300),
+    "classic_control": ("CartPole-v1", 502),
+    "gfootball": ("gfootball/academy_empty_goal_close-v1", 40),
+    "highway": ("Highway-v0", 42),
+    "jumanji": ("Tetris-v0", 60),
+    "minigrid": ("MiniGrid-Empty-5x5-v0", 102),
+    "mujoco.dmc": ("QuadrupedWalk-v1", 10),
+    "mujoco.gym": ("Ant-v5", 80),
+    "mujoco.metaworld": ("MetaWorld/Reach-v3", 10),
+    "mujoco.myosuite": ("MyoHandCubelargePass-v0", 77),
+    "mujoco.playground": ("Go1JoystickFlatTerrain-v1", 40),
+    "mujoco.robotics": ("FetchReach-v4", 52),
+    "pgx": ("Play2048-v1", 60),
+    "procgen": ("BigfishEasy-v0", 60),
+    "toy_text": ("FrozenLake-v1", 102),
+    "vizdoom": ("D1Basic-v1", 20),
+}
+"""One id per family, and how many steps to play: past the time limit where that is quick."""
+
+OTHERS = {
+    "Pendulum-v1": 202,  # bounds of -2 and 2
+    "CarRacing-v3": 10,  # bounds that differ from entry to entry
+    "LqrLqr21-v1": 20,  # no bounds
+    "FrankaKitchen-v1": 5,  # nested dicts
+    "TSP-v1": 60,  # an observation that is -1 at first; nothing allowed at the end
+    "RubiksCube-v0": 20,  # several integers
+    "SearchAndRescue-v0": 10,  # a matrix as action
+    "Catch-v0": 30,  # no time limit
+    "MiniGrid-FourRooms-v0": 202,
+    "D3Battle-v1": 10,
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """ViZDoom writes files into the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def keys(num, seed=0):
+    return random.split(random.key(seed), num)
+
+
+def draw(num_envs, num_actions, step, seed=0):
+    uniform = random.uniform(random.at(keys(num_envs, seed), step), 1)[:, 0]
+    return (uniform * num_actions).long()
+
+
+def play(env, num_envs, num_steps, *, seed=0):
+    """Timesteps from `init` on, under random actions."""
+    seen = [env.init(keys(num_envs, seed))[1]]
+    for i in range(num_steps):
+        seen.append(env.step(None, draw(num_envs, env.spec.action.num_values, i, seed), keys(num_envs))[1])
+    return seen
+
+
+def column(timesteps, pick):
+    return torch.stack([pick(t) for t in timesteps])
+
+
+def episodes(timesteps, row):
+    """Of one environment: (index, discount, game_over) of every LAST."""
+    last = [(i, t) for i, t in enumerate(timesteps) if t.step_type[row] == LAST]
+    return [(i, t.discount[row].item(), t.extras["game_over"][row].item()) for i, t in last]
+
+
+def test_every_family_is_listed():
+    known = {path.removeprefix("envpool.") for path, *_ in registration.registry.specs.values()}
+    assert known == set(FAMILIES), "write one id of each family of this version of EnvPool into FAMILIES"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_the_contract(family):
+    name, num_steps = FAMILIES[family]
+    try:
+        env = EnvPool(name)
+    except ImportError as error:
+        pytest.skip(f"{name}: {error}")
+    check_env(env, num_envs=2, num_steps=num_steps)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_kinds_of_spaces_keep_the_contract(name):
+    check_env(EnvPool(name), num_envs=2, num_steps=OTHERS[name])
+
+
+@pytest.mark.parametrize(("limit", "discount"), [(500, 0.0), (5, 1.0)])
+def test_termination_has_discount_0_and_truncation_1(limit, discount):
+    seen = play(EnvPool("CartPole-v1", max_episode_steps=limit), 4, 60)
+    step_type = column(seen, lambda t: t.step_type)
+    is_last, is_first = step_type == LAST, step_type == FIRST
+    assert is_last.sum() >= 4
+    assert torch.equal(is_first[1:], is_last[:-1])
+    assert (column(seen, lambda t: t.discount) == torch.where(is_last, discount, 1.0)).all()
+    assert torch.equal(column(seen, lambda t: t.reward), (~is_first).float())
+    assert torch.equal(column(seen, lambda t: t.extras["game_over"]), is_last)
+    # The observation at LAST is the final one, that at FIRST of the new episode.
+    x, _, angle, _ = column(seen, lambda t: t.observation).unbind(-1)
+    fallen = (angle.abs() > 0.2094) | (x.abs() > 2.4)
+    assert fallen[is_last].all() == (discount == 0)
+    assert not fallen[~is_last].any()
+    assert (angle[is_first].abs() <= 0.05).all()
+    if discount:
+        assert column(seen, lambda t: t.step_type)[:7].T.tolist() == [[FIRST, MID, MID, MID, MID, LAST, FIRST]] * 4
+
+
+def test_cartpole_is_that_of_gymnasium():
+    """From the same state and under the same actions, to the end of the episode."""
+    reference = gymnasium.make("CartPole-v1").unwrapped
+    seen = play(EnvPool("CartPole-v1"), 4, 80)
+    for row in range(4):
+        reference.reset()
+        reference.state = seen[0].observation[row].double().numpy()
+        for i, t in enumerate(seen[1:]):
+            observation, reward, terminated, _, _ = reference.step(draw(4, 2, i)[row].item())
+            np.testing.assert_allclose(t.observation[row], observation, rtol=1e-4, atol=1e-4)
+            assert (t.reward[row], t.discount[row]) == (reward, not terminated)
+            if terminated:
+                break
+        assert terminated
+
+
+def test_keys_decide_the_episodes_and_threads_do_not(seed):
+    def observations(key_seed, **options):
+        return column(play(EnvPool("CartPole-v1", **options), 3, 60, seed=key_seed), lambda t: t.observation)
+
+    first = observations(seed)
+    assert torch.equal(first, observations(seed, num_threads=2))
+    assert not torch.equal(first, observations(seed + 1))
+    assert len({tuple(row) for row in first[0].tolist()}) == 3
+
+
+def test_init_begins_again():
+    env = EnvPool("CartPole-v1")
+    a, b = play(env, 3, 30), play(env, 3, 30)
+    assert torch.equal(a[-1].observation, b[-1].observation)
+    assert env.init(keys(5))[1].observation.shape == (5, 4)
+
+
+def test_a_lost_life_ends_an_episode_but_not_the_game():
+    seen = play(EnvPool("Breakout-v5", episodic_life=True), 2, 250)
+    for row in range(2):
+        ends = episodes(seen, row)
+        assert [over for *_, over in ends[:5]] == [False] * 4 + [True]
+        assert [discount for _, discount, _ in ends] == [0.0] * len(ends)
+    whole = [i for i, *_ in episodes(play(EnvPool("Breakout-v5"), 2, 250), 0)]
+    assert 1 <= len(whole) < len(episodes(seen, 0))
+
+
+def test_the_true_end_at_the_time_limit_is_a_termination():
+    free = play(EnvPool("Breakout-v5"), 2, 400)
+    length = episodes(free, 0)[0][0]
+    for limit, discount in ((length, 0.0), (length - 1, 1.0)):
+        seen = play(EnvPool("Breakout-v5", max_episode_steps=limit), 2, limit)
+        assert episodes(seen, 0) == [(limit, discount, True)]
+
+
+def test_raw_reward_is_what_it_was_before_clipping():
+    seen = play(EnvPool("MsPacman-v5", reward_clip=True), 2, 60)
+    raw, reward = (column(seen, pick) for pick in (lambda t: t.extras["raw_reward"], lambda t: t.reward))
+    assert raw.max() >= 10
+    assert torch.equal(reward, raw.sign())
+
+
+def test_options_reach_envpool():
+    env = EnvPool("Pong-v5", stack_num=2, img_height=42, img_width=40, max_episode_steps=9)
+    assert env.spec.observation == Array((2, 42, 40), torch.uint8)
+    assert env.spec.max_episode_steps == 9
+    check_env(env, num_envs=2)
+
+
+def test_observations_are_not_copied_and_stay_valid(monkeypatch):
+    env = EnvPool("Pong-v5")
+    env.init(keys(2))
+    recv, given = env._pool.recv, []
+
+    def spy():
+        output = recv()
+        given.append(output[0].ctypes.data)
+        return output
+
+    monkeypatch.setattr(env._pool, "recv", spy)
+    held = [env.step(None, draw(2, 6, i), keys(2))[1].observation for i in range(20)]
+    copies = [x.clone() for x in held]
+    assert [x.data_ptr() for x in held] == given
+    assert len(set(given)) == 20
+    monkeypatch.undo()
+    env.close()
+    play(EnvPool("Pong-v5"), 2, 20)
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+
+
+def test_two_pools_in_turns_are_the_same_as_each_alone():
+    alone = [play(EnvPool("CartPole-v1"), 3, 40, seed=i) for i in range(2)]
+    pools = [EnvPool("CartPole-v1") for _ in range(2)]
+    for i, pool in enumerate(pools):
+        pool.init(keys(3, i))
+        pool.send(draw(3, 2, 0, i))
+    for step in range(1, 41):
+        for i, pool in enumerate(pools):
+            timestep = pool.recv()
+            assert torch.equal(timestep.observation, alone[i][step].observation)
+            assert torch.equal(timestep.step_type, alone[i][step].step_type)
+            pool.send(draw(3, 2, step, i))
+
+
+def test_actions_out_of_bounds_are_clipped():
+    env = EnvPool("Pendulum-v1")
+    assert env.spec.action == Box((1,), -2.0, 2.0)
+    assert env._to_native(np.array([[-50.0], [-2.0], [0.5], [50.0]], np.float32)).tolist() == [[-2], [-2], [0.5], [2]]
+
+
+def test_bounds_that_differ_are_scaled():
+    """The wheel of CarRacing is in [-1, 1], gas and brake in [0, 1]."""
+    env = EnvPool("CarRacing-v3")
+    assert env.spec.action == Box((3,), -1.0, 1.0)
+    actions = np.array([[-1, -1, -1], [0, 0, 0], [1, 0.5, 1], [-7, 7, 7]], np.float32)
+    expected = [[-1, 0, 0], [0, 0.5, 0.5], [1, 0.75, 1], [-1, 1, 1]]
+    assert env._to_native(actions).tolist() == expected
+
+
+def test_several_integers_become_one_number():
+    env = EnvPool("Tetris-v0")  # 4 rotations, 10 columns
+    assert env.spec.action == Discrete(40)
+    assert env.spec.observation["action_mask"] == Array((40,), torch.bool)
+    assert env._to_native(np.array([0, 9, 10, 39])).tolist() == [[0, 0], [0, 9], [1, 0], [3, 9]]
+
+
+def test_unroll_steps_it_like_any_environment():
+    env = EnvPool("CartPole-v1")
+    agent = PPO(env.spec, PPOConfig(hidden=(8,)))
+    params, buffers = variables_of(agent)
+    carry = start(agent, env, keys(4))
+    carry, trajectory = unroll(make_step(agent, env), params | buffers, carry, keys(4), keys(4, 1), length=60)
+    assert trajectory.timestep.observation.shape == (61, 4, 4)
+    assert (trajectory.timestep.step_type == LAST).sum() >= 4
+    assert torch.isfinite(agent.prepare(trajectory, keys(4)).steps["advantage"]).all()
+
+
+def test_envpool_is_imported_only_when_used(pytestconfig):
+    program = "import sys, torchpod.envs.host; sys.exit('envpool' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=pytestconfig.rootpath).returncode == 0
+
+
+def test_a_missing_envpool_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(ImportError, match=r"needs the package envpool: pip install torchpod-rl\[envpool\]"):
+        EnvPool("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("ALE/Pong-v5", {}, "EnvPool has no environment 'ALE/Pong-v5'; the nearest names are Pong-v5, "),
+        ("Pong-v5", {"episodic_lives": True}, "EnvPool('Pong-v5') has no option 'episodic_lives'; the nearest options"),
+        ("Pong-v5", {"num_envs": 8}, "EnvPool('Pong-v5') takes no num_envs: init makes one environment per key."),
+        ("Pong-v5", {"seed": 8}, "EnvPool('Pong-v5') takes no seed: the keys of init are the seeds."),
+        ("Pong-v5", {"num_threads": 0}, "num_threads=0 is wrong; use an integer of at least 1."),
+        ("TicTacToe-v1", {}, "TicTacToe-v1 has up to 2 players; choose an environment with one."),
+        ("Connector-v2", {}, "Connector-v2: action_space is Box(0, 4, (10,), int32), more than 10000 joint actions;"),
+        ("Cleaner-v0", {}, "Cleaner-v0: action_mask is [3, 4], not one entry for each of 64 joint actions; choose"),
+        ("VizdoomCustom-v1", {}, "EnvPool cannot make VizdoomCustom-v1; check its options and its files. It says: "),
+    ],
+)
+def test_what_cannot_be_made_is_refused(name, options, sentence):
+    with pytest.raises(ValueError) as error:
+        EnvPool(name, **options)
+    assert str(error.value).startswith(sentence)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_files_are_named_when_the_environments_are_made():
+    try:
+        EnvPool("Sudoku-v0").init(keys(2))
+    except ValueError as error:
+        assert str(error).startswith("EnvPool cannot make Sudoku-v0; check its options and its files. It says: failed")
+    else:
+        pytest.skip("this version of EnvPool has the puzzles of Sudoku-v0")
+
+
+def test_steps_in_the_wrong_order_or_shape_are_refused():
+    env = EnvPool("CartPole-v1")
+    action = torch.zeros(2, dtype=torch.int64)
+    for call in (lambda: env.send(action), env.recv):
+        with pytest.raises(RuntimeError, match="CartPole-v1: .* comes? "):
+            call()
+    with pytest.raises(ValueError, match="num_envs=0 is wrong"):
+        env.init(keys(2)[:0])
+    env.init(keys(2))
+    with pytest.raises(ValueError, match=r"CartPole-v1 takes actions of shape \[2\]; these are \[3\]"):
+        env.send(torch.zeros(3, dtype=torch.int64))
+    env.send(action)
+    with pytest.raises(RuntimeError, match="recv\\(\\) before the next send"):
+        env.send(action)
+    assert env.recv().step_type.tolist() == [MID, MID]
