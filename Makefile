@@ -14,6 +14,7 @@ PEERS := .venv-peers
 # The stamps are named after what they depend on, contents and not dates: a new branch with the same files keeps them.
 hash = $(shell { cat $(1); echo "$(2)"; } 2>/dev/null | cksum | cut -d ' ' -f 1)
 READY := $(VENV)/.ready-$(call hash,pyproject.toml setup.py constraints.txt,$(CURDIR) $(EXTRAS) $(TORCH))
+HOST_READY := $(VENV)/.host-$(call hash,constraints.txt,$(CURDIR) $(TORCH))
 PEERS_READY := $(PEERS)/.ready-$(call hash,bench/peers/requirements.txt,$(CURDIR))
 
 .PHONY: train test test-all check format lint types layers spelling bench setup clean
@@ -22,11 +23,11 @@ PEERS_READY := $(PEERS)/.ready-$(call hash,bench/peers/requirements.txt,$(CURDIR
 train: setup
 	$(BIN)/torchpod train experiment=cartpole $(ARGS)
 
-test: setup
+test: setup $(HOST_READY)
 	$(BIN)/python -m pytest -m "not gpu and not slow" -rs $(ARGS)
 
 # Everything that needs no GPU; the outcome goes to docs/test-all.md.
-test-all: setup
+test-all: setup $(HOST_READY)
 	@mkdir -p docs
 	@log=$$(mktemp) && { $(BIN)/python -m pytest -m "not gpu" -rs $(ARGS); echo $$? > $$log.rc; } | tee $$log; \
 	dirty=$$(test -z "$$(git status --porcelain -- . ':!docs/test-all.md')" || echo " + changes"); \
@@ -40,7 +41,7 @@ format: setup
 	$(BIN)/ruff format --check .
 lint: setup
 	$(BIN)/ruff check .
-types: setup
+types: setup $(HOST_READY)
 	$(BIN)/pyright
 layers: setup
 	$(BIN)/lint-imports --no-logo
@@ -70,6 +71,11 @@ $(READY):
 	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH_PIP_ARGS) "$(TORCH)"
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.ready-* && touch $@
+
+# EnvPool, which the tests of host environments need and `make train` does not: half a gigabyte.
+$(HOST_READY): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[envpool]"
+	@rm -f $(VENV)/.host-* && touch $@
 
 $(PEERS_READY): bench/peers/requirements.txt
 	$(call venv,$(PEERS))

@@ -4,10 +4,12 @@ if __name__ == "algos":
     raise ImportError("import torchpod.algos, not algos")
 
 from torchpod.algos.a2c import A2C, A2CConfig
+from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 
 MAKERS = {
     "a2c": (A2C, A2CConfig),
+    "impala": (IMPALA, IMPALAConfig),
     "ppo": (PPO, PPOConfig),
 }
 """Name to (agent class, config dataclass); an agent is built as `Agent(env.spec, config)`."""

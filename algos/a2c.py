@@ -25,6 +25,8 @@ class A2CConfig(PPOConfig):
 class A2C(PPO):
     """See the module."""
 
+    max_lag = 0
+
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """`-log pi(a|s) A + c_v (V - R)^2 / 2 - c_e H`, section 4 of the paper."""
         b = batch.steps

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.anakin import Anakin, AnakinState
+from torchpod.anakin import Anakin, RunState
 from torchpod.bench.harness import Measurement
 from torchpod.compile import Compiler
 from torchpod.envs.cartpole import CartPole
@@ -145,7 +145,7 @@ def measure(
     }
 
 
-def update_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
+def update_call(anakin: Anakin, state: RunState) -> Callable[[], Tensor]:
     """All of PPO; the call returns the episode sums of an iteration."""
     replay: list[Replay] = []
 
@@ -157,7 +157,7 @@ def update_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
     return call
 
 
-def policy_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
+def policy_call(anakin: Anakin, state: RunState) -> Callable[[], Tensor]:
     """Environment and policy: the rollout with its stored trajectory."""
     carry = state.carry
 
@@ -171,7 +171,7 @@ def policy_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
     return call
 
 
-def env_only_call(anakin: Anakin, state: AnakinState) -> Callable[[], Tensor]:
+def env_only_call(anakin: Anakin, state: RunState) -> Callable[[], Tensor]:
     """The environment with random actions, nothing stored."""
 
     def step(env_state: Any, count: Tensor, env_keys: Tensor, actor_keys: Tensor) -> tuple[Any, Tensor, Tensor]:

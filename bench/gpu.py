@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.anakin import Anakin, AnakinState
+from torchpod.anakin import Anakin, RunState
 from torchpod.bench import harness
 from torchpod.bench.harness import Row, RowMaker
 from torchpod.compile import Compiler
@@ -94,7 +94,7 @@ def correctness(device: str, num_envs: int) -> tuple[list[Row], list[str]]:
     return rows, failures
 
 
-def largest_difference(a: AnakinState, b: AnakinState) -> float:
+def largest_difference(a: RunState, b: RunState) -> float:
     """Over all parameters."""
     return max(float((x - b.learner.params[name]).abs().max()) for name, x in a.learner.params.items())
 

@@ -5,17 +5,20 @@ if __name__ == "envs":
 
 from collections.abc import Callable
 
-from torchpod.env import TensorEnv
+from torchpod.env import Env
 from torchpod.envs.cartpole import CartPole
 from torchpod.envs.catch import Catch
+from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.envs.memory_chain import MemoryChain
 from torchpod.envs.pendulum import Pendulum
 
-MAKERS: dict[str, Callable[..., TensorEnv]] = {
+MAKERS: dict[str, Callable[..., Env]] = {
     "cartpole": CartPole,
     "catch": Catch,
+    "envpool": EnvPool,
+    "gymnasium": Gymnasium,
     "memory_chain": MemoryChain,
     "pendulum": Pendulum,
 }
 
-__all__ = ["MAKERS", "CartPole", "Catch", "MemoryChain", "Pendulum"]
+__all__ = ["MAKERS", "CartPole", "Catch", "EnvPool", "Gymnasium", "MemoryChain", "Pendulum"]

@@ -27,6 +27,8 @@ class Agent(nn.Module):
     """Names in `Batch.steps` that the learner brings to mean 0, std 1, per minibatch and over all ranks."""
     target_rate: float | None = None
     """Target parameters follow by `target += rate * (params - target)` after each update; None for no targets."""
+    max_lag: int | None = 0
+    """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
 
     if TYPE_CHECKING:  # buffers registered by name have no other declaration
 

@@ -2,7 +2,7 @@
 
 After Hessel et al. 2021, "Podracer architectures for scalable reinforcement learning"
 (https://arxiv.org/abs/2104.06272), figure 2. An iteration is: unroll T steps of B environments, update. It is a pure
-function of `AnakinState`; `train` replays it many times per return to the host.
+function of `RunState`; `train` replays it many times per return to the host.
 """
 
 import time
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.agent import Agent, variables_of
+from torchpod.agent import Agent, Variables, variables_of
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
@@ -28,7 +28,7 @@ ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM, EVAL_STREAM = range(4)
 """Children of the seed's key: what is drawn for one purpose never depends on another."""
 
 
-class AnakinState(NamedTuple):
+class RunState(NamedTuple):
     """Everything a run is. A checkpoint holds exactly this. In a population every leaf has a leading P axis."""
 
     carry: Carry
@@ -45,6 +45,8 @@ class AnakinState(NamedTuple):
     """int64 scalar."""
     env_steps: Tensor
     """int64 scalar: transitions on all ranks so far, without resets."""
+    older: Variables = {}  # noqa: RUF012
+    """`[lag, ...]` parameters and buffers of the updates before the last, with which Sebulba's actors may still act."""
 
 
 class Report(NamedTuple):
@@ -67,6 +69,39 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, iteration: int, trajectory: Trajectory) -> None:
         super().__init__(f"the gradient of iteration {iteration} is not finite")
         self.iteration, self.trajectory = iteration, trajectory
+
+
+def init_state(
+    seed: int,
+    make_agent: Callable[[], Agent],
+    learner: Learner,
+    begin: Callable[[Agent, Tensor], Carry],
+    num_envs: int,
+    *,
+    ranks: Ranks,
+    device: torch.device,
+) -> RunState:
+    """The state of a run before its first iteration; `begin(agent, env_keys)` resets its environments."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        agent = make_agent().to(device)
+    root = random.key(seed, device)
+    env_keys, actor_keys, learner_keys = (
+        random.split(random.fold_in(root, stream), num_envs, ranks.rank * num_envs)
+        for stream in (ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM)
+    )
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return RunState(
+        carry=begin(agent, env_keys),
+        learner=learner.init(*variables_of(agent)),
+        env_keys=env_keys,
+        actor_keys=actor_keys,
+        learner_keys=learner_keys,
+        episode_return=torch.zeros(num_envs, device=device),
+        episode_length=torch.zeros(num_envs, dtype=torch.int64, device=device),
+        iteration=zero,
+        env_steps=zero.clone(),
+    )
 
 
 class Anakin:
@@ -110,36 +145,20 @@ class Anakin:
         self._step = compiler(make_step(self.agent, env))
         self._count = compiler(count_episodes)
 
-    def init(self, seed: int, members: list[int] | None = None) -> AnakinState:
+    def init(self, seed: int, members: list[int] | None = None) -> RunState:
         """The state before the first iteration; member p of a population is the run of seed + p."""
         if self.population == 1:
             return self._init_one(seed)
         states = [self._init_one(s) for s in members or range(seed, seed + self.population)]
         return pytree.tree_map(lambda *leaves: torch.stack(leaves), *states)
 
-    def _init_one(self, seed: int) -> AnakinState:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            agent = self.make_agent().to(self.device)
-        root = random.key(seed, self.device)
-        env_keys, actor_keys, learner_keys = (
-            random.split(random.fold_in(root, stream), self.num_envs, self.ranks.rank * self.num_envs)
-            for stream in (ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM)
-        )
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        return AnakinState(
-            carry=start(agent, self.env, env_keys),
-            learner=self.learner.init(*variables_of(agent)),
-            env_keys=env_keys,
-            actor_keys=actor_keys,
-            learner_keys=learner_keys,
-            episode_return=torch.zeros(self.num_envs, device=self.device),
-            episode_length=torch.zeros(self.num_envs, dtype=torch.int64, device=self.device),
-            iteration=zero,
-            env_steps=zero.clone(),
+    def _init_one(self, seed: int) -> RunState:
+        begin = lambda agent, keys: start(agent, self.env, keys)  # noqa: E731
+        return init_state(
+            seed, self.make_agent, self.learner, begin, self.num_envs, ranks=self.ranks, device=self.device
         )
 
-    def rollout(self, state: AnakinState) -> tuple[Carry, Trajectory]:
+    def rollout(self, state: RunState) -> tuple[Carry, Trajectory]:
         """The first half of an iteration."""
         with span("rollout"):
             return unroll(
@@ -152,7 +171,7 @@ class Anakin:
                 time_axis=self._axis,
             )
 
-    def iterate(self, state: AnakinState) -> tuple[AnakinState, dict[str, Tensor]]:
+    def iterate(self, state: RunState) -> tuple[RunState, dict[str, Tensor]]:
         """One iteration: pure, without a host sync."""
         carry, trajectory = self.rollout(state)
         with span("update"):
@@ -171,7 +190,7 @@ class Anakin:
 
 
 def train(
-    anakin: Anakin, state: AnakinState, *, until: int | None = None, iterations_per_call: int = 1
+    anakin: Anakin, state: RunState, *, until: int | None = None, iterations_per_call: int = 1
 ) -> Iterator[tuple[Report, Replay]]:
     """Runs iterations and reports after each call to the device.
 
@@ -207,7 +226,7 @@ def train(
         compile_s = 0.0
 
 
-def _find_failure(anakin: Anakin, state: AnakinState, count: int) -> NonFiniteError:
+def _find_failure(anakin: Anakin, state: RunState, count: int) -> NonFiniteError:
     """Runs the iterations of a failed call again, one by one: the same keys give the same numbers."""
     for _ in range(count):
         after, _ = anakin.iterate(state)

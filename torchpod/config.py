@@ -5,6 +5,7 @@ Every key, value and choice that does not exist is refused with the nearest name
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -30,6 +31,7 @@ from torchpod import algos, configs, envs
 from torchpod.agent import Agent
 from torchpod.env import Env
 from torchpod.learner import LearnerConfig
+from torchpod.sebulba import SebulbaConfig
 from torchpod.specs import EnvSpec
 
 GROUPS = ("algo", "env", "loop", "logger", "experiment")
@@ -45,6 +47,8 @@ _AT_LEAST_1 = (
     "algo.learner.num_minibatches",
     "algo.learner.chunk_rows",
     "loop.iterations_per_call",
+    "loop.queue_size",
+    "loop.updates_per_batch",
     "checkpoint.keep",
     "evaluation.episodes",
 )
@@ -76,10 +80,10 @@ class AlgoConfig:
 
 
 @dataclass(frozen=True)
-class LoopConfig:
-    """Which loop."""
+class LoopConfig(SebulbaConfig):
+    """Which loop; the inherited fields are Sebulba's alone."""
 
-    name: str
+    name: str = "anakin"
     iterations_per_call: int | None = None
 
 
@@ -134,7 +138,8 @@ class TrainConfig:
     @property
     def experiment(self) -> str:
         """The folder below runs/ that this run belongs to."""
-        return self.experiment_name or f"{self.algo.name}_{Path(self.env['name']).stem.split(':')[-1]}"
+        env = self.env.get("task") or Path(self.env["name"]).stem.split(":")[-1]
+        return self.experiment_name or f"{self.algo.name}_{env}".replace("/", "-")
 
     @property
     def num_iterations(self) -> int:
@@ -143,7 +148,10 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, as in config.yaml."""
-        return {k: v for k, v in _plain(dataclasses.asdict(self)).items() if k != "given"}
+        values = {k: v for k, v in _plain(dataclasses.asdict(self)).items() if k != "given"}
+        if self.loop.name == "anakin":
+            values["loop"] = {k: values["loop"][k] for k in ("name", "iterations_per_call")}
+        return values
 
     def hash(self) -> str:
         """Twelve hex digits that name what was trained: every setting but the folder and the seed."""
@@ -202,8 +210,12 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
     _check_ranges(config.algo.agent, "algo.agent.")
     if not config.checkpoint.interval_s >= 0:
         raise ConfigError(f"checkpoint.interval_s={config.checkpoint.interval_s} must be at least 0.")
-    if config.loop.name != "anakin":
-        raise ConfigError(f"loop={config.loop.name} is not known; use loop=anakin.")
+    if config.loop.name not in ("anakin", "sebulba"):
+        raise ConfigError(f"loop={config.loop.name} is not known; use loop=anakin or loop=sebulba.")
+    if config.loop.num_actor_threads < 0 or (config.loop.lag != "free" and config.loop.lag < 0):
+        raise ConfigError("loop.num_actor_threads and loop.lag must be at least 0 (or loop.lag=free).")
+    if not config.loop.timeout_s > 0:
+        raise ConfigError(f"loop.timeout_s={config.loop.timeout_s} must be more than 0.")
     for name, column in config.members.items():
         if len(column) != config.population:
             raise ConfigError(
@@ -246,9 +258,13 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
     maker = _find(config["name"], envs.MAKERS, "env")
     _check_arguments(maker, arguments, f"env={config['name']}")
     try:
-        return maker(**arguments)
-    except TypeError as error:
+        env = maker(**arguments)
+    except (TypeError, ValueError, ImportError) as error:
         raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {error}") from error
+    if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
+        env.close()
+        return envs.Gymnasium(functools.partial(maker, **arguments))
+    return env
 
 
 def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
@@ -355,8 +371,9 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
 
 def _check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> None:
     parameters = inspect.signature(maker).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in arguments:
-        if name not in parameters:
+        if name not in parameters and not takes_any:
             raise ConfigError(f"{what} takes no argument {name}; {nearest(name, parameters)}")
     for name, parameter in parameters.items():
         required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -393,7 +410,7 @@ def _cast(hint: Any, value: Any, name: str) -> Any:
         return {str(k): _cast(arguments[1], v, f"{name}.{k}") for k, v in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    elif hint in (int, bool, str) and type(value) is hint:
+    elif (hint in (int, bool, str) and type(value) is hint) or (origin is typing.Literal and value in arguments):
         return value
     elif hint is type(None) and value is None:
         return None
@@ -406,6 +423,8 @@ def _expected(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(map(_expected, arguments))
+    if origin is typing.Literal:
+        return " or ".join(map(str, arguments))
     if origin is tuple:
         return f"a list, each {_expected(arguments[0])}"
     if origin is dict:

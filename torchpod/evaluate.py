@@ -42,7 +42,7 @@ def evaluate(
 
     Args:
       agent: the agent; only its methods are used.
-      env: a tensor environment.
+      env: the environment; a host environment is stepped uncompiled.
       variables: parameters and buffers; with a leading P axis if the compiler's population is above 1.
       key: `[3]`; every member of a population plays the same episodes.
       num_episodes: E.
@@ -75,9 +75,10 @@ def evaluate(
         if compiler.population > 1:
             state = pytree.tree_map(lambda x: x.expand(compiler.population, *x.shape).clone(), state)
         carry, env_keys, actor_keys, score = state
-        compiled = compiler(advance)
+        pure = env.traits.pure
+        compiled = compiler(advance) if pure else advance
         for i in range(max_steps or env.spec.max_episode_steps or 10_000):
             carry, score = compiled(variables, carry, env_keys, actor_keys, score)
-            if i % 32 == 31 and bool(score.finished.all()):
+            if (i % 32 == 31 or not pure) and bool(score.finished.all()):
                 break
     return score

@@ -4,6 +4,7 @@ The training itself is `anakin.train`; everything here happens between two calls
 """
 
 import contextlib
+import copy
 import json
 import signal
 import time
@@ -17,9 +18,9 @@ import yaml
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod import checkpoint, random, stats
+from torchpod import checkpoint, random, sebulba, stats
 from torchpod.agent import Agent, Bound, bind
-from torchpod.anakin import EVAL_STREAM, Anakin, AnakinState, NonFiniteError, Report, train
+from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunState, train
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig, make_agent, make_env, nearest
@@ -38,6 +39,7 @@ from torchpod.run_folder import (
     versions,
     write_text,
 )
+from torchpod.sebulba import Sebulba
 from torchpod.testing import ContractError, check_env
 
 
@@ -105,42 +107,35 @@ def _execute(
     if config.env["name"] not in MAKERS:
         _check_contract(env, config.env["name"], device)
     make = make or make_agent(config.algo, env.spec)
-    compiler = _compiler(config)
-    anakin = Anakin(
-        make,
-        env,
-        num_envs=ranks.share(config.num_envs, "num_envs"),
-        unroll_length=config.algo.unroll_length,
-        learner=config.algo.learner,
-        num_iterations=config.num_iterations,
-        compiler=compiler,
-        ranks=ranks,
-        device=device,
-    )
-    state = _apply_members(anakin.init(config.seed), config)
+    loop = _make_loop(config, env, make, ranks, device)
+    state = _apply_members(loop.init(config.seed), config)
     resumed_at, wall_s = 0, 0.0
     if source is not None:
         _, loaded, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
-        state = cast(AnakinState, loaded)
+        state = cast(RunState, loaded)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
         if not state.learner.healthy.any():
             raise CheckpointError(f"{source} cannot go on: a gradient was not finite, and it stopped learning there.")
-        if resumed_at >= anakin.num_iterations and (source / "summary.json").is_file():
+        if resumed_at >= loop.num_iterations and (source / "summary.json").is_file():
             if ranks.rank == 0:
                 print(f"{source} is finished; to go on, give more than total_env_steps={config.total_env_steps}.")
             summary = json.loads((source / "summary.json").read_text())
             variables = state.learner.params | state.learner.buffers
-            return Run(source, summary, anakin.agent, variables)
+            return Run(source, summary, loop.agent, variables)
+        if isinstance(loop, Sebulba):
+            state = loop.resume(state)
+            if not loop.restartable and ranks.rank == 0:
+                print(f"{config.env['name']} is in no checkpoint: its environments begin new episodes.")
     run_dir = source or new_run_dir(config, ranks)
     if ranks.rank == 0:
         write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
     keeper = _Keeper(config, run_dir, ranks)
     with _logger(config, run_dir, resumed_at) if ranks.rank == 0 else contextlib.nullcontext() as logger:
-        state, timing = _train(anakin, state, config, keeper, logger, ranks, wall_s)
+        state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s)
     variables = state.learner.params | state.learner.buffers
     if ranks.rank == 0:
         evaluation = evaluate(
-            anakin.agent,
+            loop.agent,
             env,
             variables,
             random.fold_in(random.key(config.seed, device), EVAL_STREAM),
@@ -153,7 +148,24 @@ def _execute(
             _write_members(run_dir, config, state, summary, timing)
     else:
         summary = {}
-    return Run(run_dir, summary, anakin.agent, variables)
+    return Run(run_dir, summary, loop.agent, variables)
+
+
+def _make_loop(
+    config: TrainConfig, env: Env, make: Callable[[], Agent], ranks: Ranks, device: torch.device
+) -> Anakin | Sebulba:
+    settings: dict[str, Any] = {
+        "num_envs": ranks.share(config.num_envs, "num_envs"),
+        "unroll_length": config.algo.unroll_length,
+        "learner": config.algo.learner,
+        "num_iterations": config.num_iterations,
+        "compiler": _compiler(config),
+        "ranks": ranks,
+        "device": device,
+    }
+    if config.loop.name == "anakin":
+        return Anakin(make, env, **settings)
+    return Sebulba(make, lambda: copy.copy(env), config=config.loop, **settings)
 
 
 @dataclass
@@ -167,19 +179,22 @@ class _Timing:
 
 
 def _train(
-    anakin: Anakin,
-    state: AnakinState,
+    loop: Anakin | Sebulba,
+    state: RunState,
     config: TrainConfig,
     keeper: "_Keeper",
     logger: Logger | None,
     ranks: Ranks,
     wall_s: float,
-) -> tuple[AnakinState, _Timing]:
-    calls = config.loop.iterations_per_call or (8 if anakin.device.type == "cuda" else 1)
+) -> tuple[RunState, _Timing]:
+    run_loop: Callable[..., Iterator[tuple[Report, Any]]] = sebulba.train if isinstance(loop, Sebulba) else train
+    calls = config.loop.iterations_per_call or (8 if loop.device.type == "cuda" and run_loop is train else 1)
     timing = _Timing(wall_s, 0.0, 0, 0.0)
     previous, stopping = int(state.env_steps.flatten()[0]), False
-    with _StopFlag(ranks, anakin.device) as stop:
-        reports: Iterator[tuple[Report, Any]] = train(anakin, state, iterations_per_call=calls)
+    with (
+        _StopFlag(ranks, loop.device) as stop,
+        contextlib.closing(cast(Any, run_loop(loop, state, iterations_per_call=calls))) as reports,
+    ):
         try:
             for report, program in reports:
                 stop.defer()
@@ -191,7 +206,7 @@ def _train(
                 timing.seconds += report.wall_s
                 if logger is not None:
                     logger.write(_row(report, steps * config.population, timing))
-                is_last = report.iteration >= anakin.num_iterations
+                is_last = report.iteration >= loop.num_iterations
                 stopping, saving = stop.agree(is_last or keeper.due())
                 if stopping or saving:
                     keeper.save(state, timing)
@@ -200,6 +215,11 @@ def _train(
             # Asked again: a signal may have come while the last checkpoint was written.
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
+        except sebulba.ActorError:
+            # Not with ranks: saving would wait for the others, which wait for this one.
+            if ranks.world_size == 1 and keeper.saved_at != int(state.iteration):
+                keeper.save(state, timing)
+            raise
         except NonFiniteError as error:
             path = keeper.dump(error)
             raise NonFiniteErrorInRun(
@@ -224,7 +244,7 @@ class _Keeper:
     def due(self) -> bool:
         return time.perf_counter() - self._last_saved >= self._config.interval_s
 
-    def save(self, state: AnakinState, timing: _Timing) -> None:
+    def save(self, state: RunState, timing: _Timing) -> None:
         folder = save_state(self.run_dir, state, {"wall_s": timing.wall_s}, self._ranks, self._config.keep)
         self.saved_at = int(folder.name)
         self._last_saved = time.perf_counter()
@@ -317,7 +337,7 @@ def _row(report: Report, steps: int, timing: _Timing) -> dict[str, Any]:
 def summarise(
     config: TrainConfig,
     evaluation: Evaluation,
-    state: AnakinState,
+    state: RunState,
     timing: _Timing,
     device: torch.device,
     ranks: Ranks,
@@ -356,7 +376,7 @@ def eval_return(returns: Tensor) -> dict[str, Any]:
     }
 
 
-def _apply_members(state: AnakinState, config: TrainConfig) -> AnakinState:
+def _apply_members(state: RunState, config: TrainConfig) -> RunState:
     """Puts the per-member values of `members` into hyperparameters and learning rates."""
     learner = state.learner
     rates = {name if len(learner.learning_rate) > 1 else "learning_rate": name for name in learner.learning_rate}
@@ -373,7 +393,7 @@ def _apply_members(state: AnakinState, config: TrainConfig) -> AnakinState:
     return state
 
 
-def _write_members(run_dir: Path, config: TrainConfig, state: AnakinState, summary: dict, timing: _Timing) -> None:
+def _write_members(run_dir: Path, config: TrainConfig, state: RunState, summary: dict, timing: _Timing) -> None:
     """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
     rows = read_metrics(run_dir)
     for p in range(config.population):

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from torchpod import checkpoint
-from torchpod.anakin import AnakinState
+from torchpod.anakin import RunState
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import ConfigError, TrainConfig, from_dict
 from torchpod.distributed import Ranks
@@ -118,7 +118,7 @@ def _create_run_dir(config: TrainConfig) -> Path:
     return path
 
 
-def save_state(run_dir: Path, state: AnakinState, meta: dict[str, Any], ranks: Ranks, keep: int) -> Path:
+def save_state(run_dir: Path, state: RunState, meta: dict[str, Any], ranks: Ranks, keep: int) -> Path:
     """Writes a checkpoint of a whole run."""
     weights = state.learner.params | state.learner.buffers
     iteration = int(state.iteration.flatten()[0])

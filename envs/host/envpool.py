@@ -47,7 +47,7 @@ class EnvPool:
     the spec says [-1, 1] and actions are scaled. Actions of several integers are numbered and become one Discrete.
 
     Args:
-      name: one of `envpool.list_all_envs()`, such as "Pong-v5".
+      task: one of `envpool.list_all_envs()`, such as "Pong-v5".
       num_threads: C++ threads; more than 1 pays where a step of one environment takes more than some microseconds.
       options: those of EnvPool: `max_episode_steps`, `stack_num`, `frame_skip`, `episodic_life`, `reward_clip`, ...
 
@@ -58,31 +58,31 @@ class EnvPool:
 
     traits = HOST
 
-    def __init__(self, name: str, *, num_threads: int = 1, **options: Any) -> None:
+    def __init__(self, task: str, *, num_threads: int = 1, **options: Any) -> None:
         at_least(1, num_threads=num_threads)
         names = _envpool().list_all_envs()
-        if name not in names:
-            raise ValueError(f"EnvPool has no environment {name!r}; the nearest names are {_nearest(name, names)}.")
+        if task not in names:
+            raise ValueError(f"EnvPool has no environment {task!r}; the nearest names are {_nearest(task, names)}.")
         for option in _RESERVED.keys() & options.keys():
-            raise ValueError(f"EnvPool({name!r}) takes no {option}: {_RESERVED[option]}.")
+            raise ValueError(f"EnvPool({task!r}) takes no {option}: {_RESERVED[option]}.")
         self._options = {"num_threads": num_threads, **options}
         self._pool: Any = None
         self._sent = False
         self._was_last: Tensor = torch.zeros(0, dtype=torch.bool)
-        with _making(name, options):
-            spec = _envpool().make_spec(name, **options)
+        with _making(task, options):
+            spec = _envpool().make_spec(task, **options)
             config, observation_space, action_space = spec.config, spec.observation_space, spec.action_space
         if config.max_num_players > 1:
-            raise ValueError(f"{name} has up to {config.max_num_players} players; choose an environment with one.")
-        observation = spec_of(observation_space, f"{name}: observation_space")
-        action, self._to_native = _action_of(action_space, f"{name}: action_space")
+            raise ValueError(f"{task} has up to {config.max_num_players} players; choose an environment with one.")
+        observation = spec_of(observation_space, f"{task}: observation_space")
+        action, self._to_native = _action_of(action_space, f"{task}: action_space")
         if isinstance(observation, dict) and "action_mask" in observation and isinstance(action, Discrete):
             if math.prod(mask := observation["action_mask"].shape) != action.num_values:
                 wrong = f"action_mask is {list(mask)}, not one entry for each of {action.num_values} joint actions"
-                raise ValueError(f"{name}: {wrong}; choose another environment.")
+                raise ValueError(f"{task}: {wrong}; choose another environment.")
             observation["action_mask"] = Array((action.num_values,), torch.bool)
         limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
-        self.spec = EnvSpec(name, observation, action, limit, truncates_early=True)
+        self.spec = EnvSpec(task, observation, action, limit, truncates_early=True)
         self._episodic_life: bool = getattr(config, "episodic_life", False)
 
     def init(self, keys: Tensor) -> tuple[None, TimeStep]:

@@ -21,30 +21,33 @@ class Gymnasium:
     environments, once; from then on they draw from their own generators, and the keys of `step` are not used.
 
     Args:
-      make: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
+      task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
         (also the class itself).
       processes: step in worker processes (forkserver), for environments that take longer than 0.1 ms; otherwise in
         the calling thread.
       options: keyword arguments of `gymnasium.make`, for an id.
 
     Raises:
-      ValueError: if the observation is none of Box, Discrete, MultiBinary, and Dict of these; if the action is neither
-        Box nor Discrete; or if options are given without an id.
+      ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict of
+        these; if the action is neither Box nor Discrete; or if options are given without an id.
     """
 
     traits = HOST
 
-    def __init__(self, make: str | Callable[[], Any], *, processes: bool = False, **options: Any) -> None:
+    def __init__(self, task: str | Callable[[], Any], *, processes: bool = False, **options: Any) -> None:
         import gymnasium
 
-        if callable(make) and options:
-            raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {make} yourself.")
-        self._make = make if callable(make) else lambda: gymnasium.make(make, **options)
+        if callable(task) and options:
+            raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {task} yourself.")
+        self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
         self._processes = processes
         self._envs: Any = None
         self._was_last: Tensor = torch.zeros(0, dtype=torch.bool)
-        probe = self._make()
-        name = make if isinstance(make, str) else getattr(make, "__name__", type(probe).__name__)
+        try:
+            probe = self._make()
+        except gymnasium.error.Error as error:
+            raise ValueError(str(error)) from error
+        name = task if isinstance(task, str) else getattr(task, "__name__", type(probe).__name__)
         limit = probe.spec.max_episode_steps if probe.spec is not None else None
         self.spec = EnvSpec(
             name,

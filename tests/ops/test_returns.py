@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpod.ops.returns import discounted_sum, gae
+from torchpod.ops.returns import discounted_sum, gae, vtrace
 
 LENGTHS = [1, 2, 3, 7, 16, 33, 128]
 
@@ -112,3 +112,60 @@ def test_gae_bootstraps_from_truncations_but_not_from_terminations():
     terminated = gae(discount_t=torch.tensor([0.0]), v_t=torch.tensor([100.0]), lambda_=0.9, **args)
     truncated = gae(discount_t=torch.tensor([0.5]), v_t=torch.tensor([100.0]), lambda_=0.9, **args)
     assert terminated.tolist() == [1 - 2] and truncated.tolist() == [1 + 0.5 * 100 - 2]
+
+
+def slow_vtrace(ratio, reward, discount, is_last, v_tm1, v_t, lambda_, rho_clip, c_clip):
+    """Eq. 1 of Espeholt et al. 2018 term by term, and the advantage of section 4.2."""
+    length, rho, c = len(reward), np.minimum(ratio, rho_clip), lambda_ * np.minimum(ratio, c_clip)
+    target, advantage = v_tm1.copy(), np.zeros_like(reward)
+    for env in np.ndindex(reward.shape[1:]):
+        for s in range(length):
+            weight = 1.0
+            for t in range(s, length):
+                i = (t, *env)
+                target[(s, *env)] += weight * rho[i] * (reward[i] + discount[i] * v_t[i] - v_tm1[i])
+                if is_last[i]:
+                    break
+                weight *= discount[i] * c[i]
+        for s in range(length):
+            i = (s, *env)
+            after = v_t[i] if is_last[i] or s == length - 1 else target[(s + 1, *env)]
+            advantage[i] = rho[i] * (reward[i] + discount[i] * after - v_tm1[i])
+    return target, advantage
+
+
+def off_policy(seed, length):
+    """As `experience`, with ratios of probabilities, and one value per timestep."""
+    reward, discount, is_last, v_tm1, v_t = experience(seed, length)
+    v_t[:-1] = v_tm1[1:]
+    return np.exp(np.random.default_rng(seed + 1).normal(size=reward.shape)), reward, discount, is_last, v_tm1, v_t
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("lambda_", "rho_clip", "c_clip"), [(1.0, 1.0, 1.0), (0.9, 2.0, 0.7), (0.0, 1.0, 1.0)])
+def test_vtrace_is_its_definition(seed, length, lambda_, rho_clip, c_clip):
+    ratio, *rest = off_policy(seed, length)
+    want = slow_vtrace(ratio, *rest, lambda_, rho_clip, c_clip)
+    tensors = [torch.from_numpy(x) for x in (np.log(ratio), *rest)]
+    got = vtrace(*tensors, lambda_=lambda_, rho_clip=rho_clip, c_clip=c_clip)
+    for ours, reference in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours.numpy(), reference, rtol=1e-10, atol=1e-10)
+
+
+def test_on_policy_vtrace_is_the_n_step_return(seed):
+    """Up to the end of the episode, or of the trajectory: there the value goes on."""
+    _, reward, discount, is_last, v_tm1, v_t = off_policy(seed, 16)
+    want = np.zeros_like(reward)
+    for env in range(reward.shape[1]):
+        for s in range(16):
+            weight = 1.0
+            for t in range(s, 16):
+                want[s, env] += weight * reward[t, env]
+                weight *= discount[t, env]
+                if is_last[t, env] or t == 15:
+                    want[s, env] += weight * v_t[t, env]
+                    break
+    tensors = [torch.from_numpy(x) for x in (np.zeros_like(reward), reward, discount, is_last, v_tm1, v_t)]
+    target, advantage = vtrace(*tensors)
+    np.testing.assert_allclose(target.numpy(), want, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(advantage.numpy(), want - v_tm1, rtol=1e-10, atol=1e-10)

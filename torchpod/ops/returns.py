@@ -59,3 +59,46 @@ def gae(
     """
     delta = reward_t + discount_t * v_t - v_tm1
     return discounted_sum(delta, discount_t * lambda_ * (~is_last_t))
+
+
+def vtrace(
+    log_ratio_t: Tensor,
+    reward_t: Tensor,
+    discount_t: Tensor,
+    is_last_t: Tensor,
+    v_tm1: Tensor,
+    v_t: Tensor,
+    *,
+    lambda_: float | Tensor = 1.0,
+    rho_clip: float | Tensor = 1.0,
+    c_clip: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace value targets and policy advantages.
+
+    Eq. 1 and section 4.2 of Espeholt et al. 2018 (https://arxiv.org/abs/1802.01561), cut at episode ends as `gae` is:
+    `v_{t-1} = V_{t-1} + rho (r_t + discount_t V_t - V_{t-1}) + (not last_t) discount_t c (v_t - V_t)` with
+    `rho = min(rho_clip, pi / mu)` and `c = lambda min(c_clip, pi / mu)`; the advantage is
+    `rho (r_t + discount_t v_t - V_{t-1})`, where `v_t` is the plain value `V_t` at the end of an episode and at T.
+
+    Args:
+      log_ratio_t: `[T, ...]` float32, log pi(a) - log mu(a) of the action of transition t-1 -> t, under the policy that
+        learns and the one that acted.
+      reward_t: `[T, ...]` float32, reward of the transition.
+      discount_t: `[T, ...]` float32, gamma, or 0 where the transition terminated.
+      is_last_t: `[T, ...]` bool, True where timestep t ends an episode.
+      v_tm1: `[T, ...]` float32, values of timesteps 0 ... T-1.
+      v_t: `[T, ...]` float32, values of timesteps 1 ... T.
+      lambda_: trade-off between bias (0: one step) and variance (1: the paper).
+      rho_clip: bounds the fixed point; at least `c_clip`.
+      c_clip: bounds how far a surprise travels back.
+
+    Returns:
+      `[T, ...]` targets and `[T, ...]` advantages. Rows that start at a LAST timestep are resets: mask them.
+    """
+    ratio = log_ratio_t.exp()
+    rho, c = ratio.clamp(max=rho_clip), lambda_ * ratio.clamp(max=c_clip)
+    goes_on = ~is_last_t
+    surprise = discounted_sum(rho * (reward_t + discount_t * v_t - v_tm1), discount_t * c * goes_on)
+    target = v_tm1 + surprise
+    next_target = v_t + torch.cat([surprise[1:], torch.zeros_like(surprise[:1])]) * goes_on
+    return target, rho * (reward_t + discount_t * next_target - v_tm1)

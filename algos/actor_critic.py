@@ -1,0 +1,117 @@
+"""The actor-critic that ppo, a2c and impala share: networks, `act`, and log-probabilities of rows or sequences.
+
+Discrete and continuous actions, MLP or CNN, with a GRU or without. It cannot learn: `prepare` and `loss` are the
+algorithm's.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchpod import random
+from torchpod.agent import Agent
+from torchpod.nets import Encoder, GRUCell, orthogonal
+from torchpod.ops import distributions as dists
+from torchpod.specs import Box, Discrete, EnvSpec
+from torchpod.types import FIRST, ActorOutput, TimeStep, Tree
+
+
+@dataclass(frozen=True)
+class ActorCriticConfig:
+    """The networks; the defaults are those of classic control in CleanRL and purejaxrl."""
+
+    hidden: tuple[int, ...] = (64, 64)
+    activation: str = "tanh"
+    channels: tuple[int, ...] = (16,)
+    """Of the CNN for observations `[H, W, C]`, one 3x3 layer each; empty: flatten them for the MLP."""
+    recurrent: int = 0
+    """Units of a GRU between encoder and heads; 0 for none."""
+    shared: bool = False
+    """One encoder for policy and value instead of two. A GRU is always shared."""
+    initial_log_std: float = 0.0
+    """Of continuous actions, in units of half the action range."""
+
+
+class ActorCritic(Agent):
+    """See the module."""
+
+    def __init__(self, spec: EnvSpec, config: ActorCriticConfig) -> None:
+        super().__init__()
+        if not isinstance(spec.action, Discrete | Box):
+            raise ValueError(
+                f"{type(self).__name__} needs one Discrete or Box action, and {spec.name} has {spec.action}."
+            )
+        self.config, self.action_spec = config, spec.action
+        self.recurrent = config.recurrent > 0
+        make = lambda: Encoder(spec.observation, config.hidden, config.activation, config.channels)  # noqa: E731
+        self.encoder = make()
+        self.value_encoder = None if config.shared or self.recurrent else make()
+        features = self.encoder.out_features
+        self.cell = GRUCell(features, config.recurrent) if self.recurrent else None
+        features = config.recurrent or features
+        if isinstance(spec.action, Discrete):
+            self.policy = orthogonal(nn.Linear(features, spec.action.num_values), 0.01)
+        else:
+            self.policy = orthogonal(nn.Linear(features, math.prod(spec.action.shape)), 0.01)
+            self.log_std = nn.Parameter(torch.full((math.prod(spec.action.shape),), config.initial_log_std))
+        self.value = orthogonal(nn.Linear(features, 1), 1.0)
+
+    def initial_state(self, batch_size: int) -> Tree:
+        """Zeros `[B, recurrent]`, or nothing."""
+        return torch.zeros(batch_size, self.config.recurrent) if self.recurrent else ()
+
+    def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
+        """See `Agent.act`."""
+        policy, value, state = self._step(timestep.observation, timestep.step_type == FIRST, state)
+        if isinstance(self.action_spec, Discrete):
+            action = random.categorical(keys, policy) if explore else policy.argmax(-1)
+        else:
+            noise = random.normal(keys, policy.shape[-1]) if explore else torch.zeros_like(policy)
+            raw = policy + self.log_std.exp() * noise
+            center, scale = self._range()
+            action = (center + scale * raw).reshape(*raw.shape[:-1], *self.action_spec.shape)
+        log_prob, _ = self._log_prob(policy, action)
+        return ActorOutput(action, {"action_log_prob": log_prob, "state_value": value}), state
+
+    def _step(self, observation: Tree, first: Tensor, state: Tree) -> tuple[Tensor, Tensor, Tree]:
+        """Policy output `[B, A]`, value `[B]` and next recurrent state, for one step."""
+        features = self.encoder(observation)
+        if self.cell is not None:
+            features = state = self.cell(features, torch.where(first[..., None], 0.0, state))
+        return *self._heads(features, observation), state
+
+    def _sequence(self, observation: Tree, first: Tensor, state: Tree) -> tuple[Tensor, Tensor]:
+        """Policy output `[..., A]` and value `[...]` of rows, or of sequences `[T, B, ...]` if recurrent."""
+        features = self.encoder(observation)
+        if self.cell is not None:
+            gates, hidden = self.cell.input(features), []
+            for t in range(gates.shape[0]):
+                state = self.cell.step(gates[t], torch.where(first[t, :, None], 0.0, state))
+                hidden.append(state)
+            features = torch.stack(hidden)
+        return self._heads(features, observation)
+
+    def _heads(self, features: Tensor, observation: Tree) -> tuple[Tensor, Tensor]:
+        value_features = features if self.value_encoder is None else self.value_encoder(observation)
+        policy = self.policy(features)
+        if isinstance(observation, dict) and "action_mask" in observation:
+            policy = policy.masked_fill(~observation["action_mask"], -float("inf"))
+        return policy, self.value(value_features).squeeze(-1)
+
+    def _log_prob(self, policy: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability `[...]` of actions, and entropy `[...]`."""
+        if isinstance(self.action_spec, Discrete):
+            return dists.categorical_log_prob(policy, action), dists.categorical_entropy(policy)
+        center, scale = self._range()
+        raw = (action.reshape(policy.shape) - center) / scale
+        log_std = self.log_std.expand_as(policy)
+        return dists.normal_log_prob(policy, log_std, raw), dists.normal_entropy(log_std)
+
+    def _range(self) -> tuple[float, float]:
+        """Centre and half width of a bounded action, so that networks work in [-1, 1]; (0, 1) if unbounded."""
+        spec = self.action_spec
+        if isinstance(spec, Box) and math.isfinite(spec.low) and math.isfinite(spec.high):
+            return (spec.high + spec.low) / 2, (spec.high - spec.low) / 2
+        return 0.0, 1.0

@@ -1,0 +1,83 @@
+"""IMPALA, Espeholt et al. 2018 (https://arxiv.org/abs/1802.01561): an actor-critic that corrects for old actors.
+
+The networks and `act` are those of actor_critic.py. `prepare` weighs the trajectory by what the parameters of the
+update would have done (V-trace), once; `loss` is the gradient of section 4.2. With one epoch of one minibatch this is
+the paper's agent; more minibatches reuse the same targets.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod.agent import Bound
+from torchpod.algos.actor_critic import ActorCritic, ActorCriticConfig
+from torchpod.ops.returns import vtrace
+from torchpod.specs import EnvSpec
+from torchpod.types import FIRST, LAST, Batch, LossOutput, Trajectory
+
+
+@dataclass(frozen=True)
+class IMPALAConfig(ActorCriticConfig):
+    """Defaults: section 5.1 and table D.1 of the paper, for small networks."""
+
+    discount: float = 0.99
+    lambda_: float = 1.0
+    rho_clip: float = 1.0
+    c_clip: float = 1.0
+    value_coefficient: float = 0.5
+    entropy_coefficient: float = 0.01
+    reward_scale: float = 1.0
+    """Multiplies rewards before they are learned from (not those that are reported)."""
+
+
+class IMPALA(ActorCritic):
+    """See the module."""
+
+    max_lag = None
+
+    def __init__(self, spec: EnvSpec, config: IMPALAConfig = IMPALAConfig()) -> None:
+        super().__init__(spec, config)
+        names = ("discount", "lambda_", "rho_clip", "c_clip", "value_coefficient", "entropy_coefficient")
+        for name in (*names, "reward_scale"):
+            self.hyperparameter(name, getattr(config, name))
+
+    def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
+        """V-trace targets and policy advantages; resets get weight 0."""
+        t, out = trajectory.timestep, trajectory.output
+        policy, value = self._sequence(t.observation, t.step_type == FIRST, trajectory.actor_state)
+        log_prob, _ = self._log_prob(policy[:-1], out.action)
+        target, advantage = vtrace(
+            log_prob - out.extras["action_log_prob"],
+            t.reward[1:] * self.reward_scale,
+            t.discount[1:] * self.discount,
+            t.step_type[1:] == LAST,
+            value[:-1],
+            value[1:],
+            lambda_=self.lambda_,
+            rho_clip=self.rho_clip,
+            c_clip=self.c_clip,
+        )
+        steps = {
+            "observation": pytree.tree_map(lambda x: x[:-1], t.observation),
+            "first": t.step_type[:-1] == FIRST,
+            "action": out.action,
+            "advantage": advantage,
+            "value_target": target,
+            "weight": (t.step_type[:-1] != LAST).float(),
+        }
+        return Batch(steps, trajectory.actor_state)
+
+    def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
+        """`-log pi(a|s) A + c_v (V - v)^2 / 2 - c_e H`, section 4.2 of the paper."""
+        b = batch.steps
+        policy, value = self._sequence(b["observation"], b["first"], batch.actor_state)
+        log_prob, entropy = self._log_prob(policy, b["action"])
+        metrics = {
+            "policy_loss": -log_prob * b["advantage"],
+            "value_loss": 0.5 * (value - b["value_target"]).square(),
+            "entropy": entropy,
+        }
+        loss = metrics["policy_loss"] + self.value_coefficient * metrics["value_loss"]
+        loss = loss - self.entropy_coefficient * entropy
+        return LossOutput((loss * b["weight"]).sum(), {k: (v * b["weight"]).sum() for k, v in metrics.items()})

@@ -1,0 +1,288 @@
+"""Sebulba against Anakin, against itself, and against environments that misbehave."""
+
+import copy
+import random as python_random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod.algos.a2c import A2C
+from torchpod.algos.impala import IMPALA, IMPALAConfig
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin, NonFiniteError
+from torchpod.anakin import train as train_anakin
+from torchpod.compile import Compiler
+from torchpod.env import HostEnv
+from torchpod.envs.cartpole import CartPole
+from torchpod.envs.host import Gymnasium
+from torchpod.learner import LearnerConfig
+from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig, train
+
+T, B = 8, 4
+LEARNER = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-2)
+LOCKSTEP = SebulbaConfig(num_actor_threads=1, lag=0)
+AGENTS = {
+    "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(8,))),
+    "impala": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,))),
+    "gru": lambda spec: PPO(spec, PPOConfig(hidden=(8,), recurrent=6)),
+}
+
+
+def make(config=LOCKSTEP, agent="ppo", env=None, iterations=50, compiled=False, num_envs=B, **settings):
+    env = env or CartPole(max_episode_steps=7)
+    return Sebulba(
+        lambda: AGENTS[agent](env.spec),
+        lambda: copy.copy(env),
+        num_envs=num_envs,
+        unroll_length=T,
+        learner=LEARNER,
+        num_iterations=iterations,
+        compiler=Compiler(enabled=compiled),
+        config=config,
+        **settings,
+    )
+
+
+def run(sebulba, state, until=None):
+    """The last state, and the metrics of all iterations."""
+    history = []
+    for report, program in train(sebulba, state, until=until):
+        history.append(report.metrics)
+        state = program.state
+    return state, history
+
+
+def assert_equal(a, b, **tolerance):
+    tolerance = tolerance or {"rtol": 0, "atol": 0}
+    pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y, equal_nan=True, **tolerance), a, b)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("torchpod-actor")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert threads() == []
+
+
+class Jittery(CartPole):
+    """Takes its time, another one at every step and in every run."""
+
+    def step(self, state, action, keys):
+        time.sleep(python_random.random() * 1e-3)
+        return super().step(state, action, keys)
+
+
+class Broken(HostEnv):
+    """Goes wrong at step 20: raises, hangs for `hang_s`, or gives rewards of another shape or that are no numbers."""
+
+    def __init__(self, fault, hang_s=0.0):
+        super().__init__(CartPole(max_episode_steps=7))
+        self.fault, self.hang_s, self.count = fault, hang_s, 0
+
+    def step(self, state, action, keys):
+        self.count += 1
+        state, timestep = super().step(state, action, keys)
+        if self.count < 20:
+            return state, timestep
+        if self.fault == "raise":
+            raise KeyError("the simulator lost its licence")
+        if self.fault == "hang":
+            time.sleep(self.hang_s)
+        if self.fault == "shape":
+            timestep = timestep._replace(reward=timestep.reward[:-1])
+        if self.fault == "nan":
+            timestep = timestep._replace(reward=timestep.reward * torch.nan)
+        return state, timestep
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent, host):
+    env = CartPole(max_episode_steps=7)
+    sebulba = make(agent=agent, env=HostEnv(env) if host else env)
+    anakin = Anakin(
+        lambda: AGENTS[agent](env.spec),
+        env,
+        num_envs=B,
+        unroll_length=T,
+        learner=LEARNER,
+        num_iterations=50,
+        compiler=Compiler(enabled=False),
+    )
+    begin = anakin.init(seed)
+    assert_equal(sebulba.init(seed).learner, begin.learner)
+    reports = []
+    for report, replay in train_anakin(anakin, begin):
+        reports.append(report.metrics)
+        want = replay.state
+    got, history = run(sebulba, sebulba.init(seed))
+    for name in ("learner", "env_keys", "episode_return", "episode_length", "iteration", "env_steps"):
+        assert_equal(getattr(got, name), getattr(want, name))
+    assert_equal(got.carry[1:], want.carry[1:])
+    for mine, theirs in zip(history, reports, strict=True):
+        assert_equal({name: mine[name] for name in theirs}, theirs)
+    assert not torch.equal(got.learner.params["policy.weight"], begin.learner.params["policy.weight"])
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_with_a_fixed_lag_two_runs_are_equal_whatever_the_threads_do(seed, lag):
+    config = SebulbaConfig(num_actor_threads=2, lag=lag)
+    ends = []
+    for _ in range(2):
+        sebulba = make(config, "impala", Jittery(max_episode_steps=7), iterations=12)
+        ends.append(run(sebulba, sebulba.init(seed)))
+    assert_equal(*(end[0] for end in ends))
+    ages = [int(metrics["policy_age_max"]) for metrics in ends[0][1]]
+    assert ages == [min(i, lag) for i in range(12)]
+    inline = make(replace(config, num_actor_threads=0), "impala", iterations=12)
+    if lag == 0:
+        assert_equal(run(inline, inline.init(seed))[0].learner.params, ends[0][0].learner.params, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_without_threads_it_does_the_same(seed, lag):
+    ends = []
+    for num in (0, 1):
+        sebulba = make(SebulbaConfig(num_actor_threads=num, lag=lag), iterations=10)
+        ends.append(run(sebulba, sebulba.init(seed))[0])
+    assert_equal(*ends)
+
+
+def test_two_actors_act_as_one_does(seed):
+    one, two = (make(SebulbaConfig(num_actor_threads=num, lag=0), iterations=3) for num in (1, 2))
+    first, second = run(one, one.init(seed)), run(two, two.init(seed))
+    assert_equal(second[0], first[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("refresh", ["unroll", "step"])
+def test_a_free_lag_is_bounded_by_the_queue(seed, refresh):
+    config = SebulbaConfig(num_actor_threads=2, lag="free", refresh=refresh, queue_size=2)
+    sebulba = make(config, "impala", iterations=30)
+    _, history = run(sebulba, sebulba.init(seed))
+    assert all(0 <= m["policy_age"] <= m["policy_age_max"] <= 3 for m in history)
+    shares = ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "queue_occupancy")
+    assert all(0 <= m[name] <= 1 for m in history for name in shares)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(seed, lag):
+    config = SebulbaConfig(num_actor_threads=2, lag=lag)
+    whole = make(config, "impala", iterations=9)
+    want, _ = run(whole, whole.init(seed))
+    for stop in (1, 5):
+        first, second = (make(config, "impala", iterations=9) for _ in range(2))
+        state, _ = run(first, first.init(seed), until=stop)
+        assert_equal(run(second, second.resume(state))[0], want)
+
+
+def test_a_host_environment_begins_new_episodes_and_keeps_what_was_learned(seed):
+    env = HostEnv(CartPole(max_episode_steps=7))
+    first, second = make(env=env), make(env=env)
+    begin = first.init(seed)
+    state, _ = run(first, begin, until=3)
+    resumed = second.resume(state)
+    assert not second.restartable
+    assert_equal(resumed.learner, state.learner)
+    assert resumed.carry.step == state.carry.step == 3 * T
+    assert not torch.equal(resumed.carry.timestep.observation, begin.carry.timestep.observation)
+    assert resumed.episode_length.sum() == 0
+    assert int(run(second, resumed, until=4)[0].iteration) == 4
+
+
+def test_a_batch_may_be_cut_into_several_updates(seed):
+    sebulba = make(replace(LOCKSTEP, updates_per_batch=2), iterations=3)
+    state, history = run(sebulba, sebulba.init(seed))
+    assert int(state.learner.num_steps) == 3 * 2 * LEARNER.num_epochs * LEARNER.num_minibatches
+    assert set(history[0]) >= {"loss", "grad_norm", "healthy"}
+    assert state.learner.healthy
+
+
+def test_compiled_it_equals_compiled_anakin_to_the_bit(seed):
+    env = CartPole(max_episode_steps=7)
+    anakin = Anakin(
+        lambda: AGENTS["ppo"](env.spec),
+        env,
+        num_envs=B,
+        unroll_length=T,
+        learner=LEARNER,
+        num_iterations=5,
+        compiler=Compiler(enabled=True),
+    )
+    *_, (_, replay) = train_anakin(anakin, anakin.init(seed))
+    sebulba = make(compiled=True, iterations=5)
+    assert_equal(run(sebulba, sebulba.init(seed))[0].learner, replay.state.learner)
+
+
+def test_compiled_actors_of_a_host_environment_learn(seed):
+    sebulba = make(SebulbaConfig(), env=Gymnasium("CartPole-v1"), compiled=True, iterations=4)
+    state, _ = run(sebulba, sebulba.init(seed))
+    assert int(state.iteration) == 4 and state.learner.healthy
+
+
+@pytest.mark.parametrize(("fault", "cause"), [("raise", KeyError), ("shape", RuntimeError)])
+def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, cause):
+    sebulba = make(SebulbaConfig(), env=Broken(fault))
+    with pytest.raises(ActorError, match=r"actor thread \d failed: ") as caught:
+        run(sebulba, sebulba.init(seed))
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_an_environment_that_does_not_come_back_is_named(seed):
+    sebulba = make(SebulbaConfig(timeout_s=0.5), env=Broken("hang", hang_s=3.0))
+    state, began = sebulba.init(seed), time.perf_counter()
+    with pytest.raises(ActorError, match=r"actor thread \d has waited \d s .* loop.timeout_s=0.5"):
+        run(sebulba, state)
+    assert time.perf_counter() - began < 10
+
+
+def test_a_reward_that_is_no_number_stops_the_run_with_the_trajectory(seed):
+    sebulba = make(SebulbaConfig(), env=Broken("nan"))
+    with pytest.raises(NonFiniteError) as caught:
+        run(sebulba, sebulba.init(seed))
+    assert caught.value.iteration == 3 and caught.value.trajectory.timestep.reward.isnan().any()
+
+
+def test_a_learner_that_fails_takes_its_actors_along(seed, monkeypatch):
+    sebulba = make(SebulbaConfig())
+    state = sebulba.init(seed)
+    calls = []
+
+    def learn(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise MemoryError("no more")
+        return Sebulba.learn(sebulba, *args)
+
+    monkeypatch.setattr(sebulba, "learn", learn)
+    with pytest.raises(MemoryError):
+        run(sebulba, state)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SebulbaConfig(num_actor_threads=3), "num_envs=4 per rank cannot be split by loop.num_actor_threads=3"),
+        (SebulbaConfig(updates_per_batch=3), "loop.updates_per_batch=3; use a multiple of 3"),
+        (SebulbaConfig(refresh="step"), "loop.refresh=step takes the newest"),
+        (SebulbaConfig(lag=2), "cannot correct for loop.lag=2; use loop.lag=1"),
+        (SebulbaConfig(lag="free"), "cannot correct for loop.lag=free; use loop.lag=1"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(config, message):
+    with pytest.raises(ValueError, match=message):
+        make(config)
+
+
+def test_an_agent_without_a_correction_takes_no_lag():
+    env = CartPole()
+    settings = {"num_envs": B, "unroll_length": T, "learner": LEARNER, "num_iterations": 1}
+    for compiler, message in ((Compiler(False), "A2C .* use loop.lag=0"), (Compiler(False, 2), "population=2")):
+        with pytest.raises(ValueError, match=message):
+            Sebulba(lambda: A2C(env.spec), CartPole, compiler=compiler, **settings)

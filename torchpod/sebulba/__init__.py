@@ -1,0 +1,6 @@
+"""Sebulba: host environments stepped by actor threads, and a learner that uses the same update as Anakin."""
+
+from torchpod.sebulba.exchange import ActorError
+from torchpod.sebulba.loop import Sebulba, SebulbaConfig, train
+
+__all__ = ["ActorError", "Sebulba", "SebulbaConfig", "train"]

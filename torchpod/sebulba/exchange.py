@@ -1,0 +1,165 @@
+"""What actor threads and the learner hand to each other: trajectories one way, parameters the other.
+
+One lock guards both. Every wait ends when the other side has failed or the run is over, and the learner's also when an
+environment does not come back.
+"""
+
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+from torchpod.agent import Variables
+from torchpod.types import Carry, Trajectory
+
+_WATCH_S = 0.5  # between two looks at the watchdog
+
+
+class ActorError(RuntimeError):
+    """An actor thread failed or hangs; the message names it, its cause is the exception of the thread."""
+
+
+class Closed(Exception):  # noqa: N818
+    """The run is over: actor threads end."""
+
+
+class Phases:
+    """Where the time of one actor thread goes, and what it is doing now."""
+
+    def __init__(self) -> None:
+        self.name, self.since = "start", time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def enter(self, name: str) -> None:
+        """Ends the phase that was, begins another."""
+        now = time.perf_counter()
+        self._seconds[self.name] = self._seconds.get(self.name, 0.0) + now - self.since
+        self.name, self.since = name, now
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase since the last call."""
+        self.enter(self.name)
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+class Item(NamedTuple):
+    """What an actor puts."""
+
+    trajectory: Trajectory
+    carry: Carry
+    """Where its environments stand after the trajectory."""
+    version: int
+    """Updates behind the parameters of its first step."""
+    seconds: dict[str, float]
+    """Of the actor thread by phase, since its last item."""
+
+
+class Exchange:
+    """Queues of trajectories, one per actor, and the versions of the parameters.
+
+    Args:
+      phases: of each actor, for the watchdog.
+      first: number of the first unroll, and of the first version: iterations done so far.
+      lag: unroll n waits for version `n - lag`, or takes the newest if None.
+      capacity: trajectories that an actor may be ahead of the learner; then it waits.
+      timeout_s: an environment step that takes longer is an error.
+    """
+
+    def __init__(self, phases: list[Phases], *, first: int, lag: int | None, capacity: int, timeout_s: float) -> None:
+        self._phases, self._first, self._lag = phases, first, lag
+        self._capacity, self._timeout_s = capacity, timeout_s
+        self._changed = threading.Condition()
+        self._queues: list[deque[Item]] = [deque() for _ in phases]
+        self._versions: dict[int, Variables] = {}
+        self._failure: tuple[int, BaseException] | None = None
+        self._closed = False
+
+    # The learner's side.
+
+    def publish(self, version: int, variables: Variables) -> None:
+        """Makes the parameters after `version` updates known; they must not be written to any more."""
+        with self._changed:
+            self._versions[version] = variables
+            for old in [v for v in self._versions if v < version - (self._lag or 0)]:
+                del self._versions[old]
+            self._changed.notify_all()
+
+    def versions(self) -> list[Variables]:
+        """What unrolls of a fixed lag may still ask for, oldest first; the last is the newest."""
+        with self._changed:
+            return [self._versions[v] for v in sorted(self._versions)]
+
+    def collect(self) -> list[Item]:
+        """The next trajectory of every actor, in their order.
+
+        Raises:
+          ActorError: if an actor failed, or has been in its environment for longer than the time-out.
+        """
+        with self._changed:
+            while not all(self._queues):
+                self._raise_failure()
+                self._changed.wait(_WATCH_S)
+            self._raise_failure()
+            items = [queue.popleft() for queue in self._queues]
+            self._changed.notify_all()
+            return items
+
+    def occupancy(self) -> float:
+        """How full the queues are, 0 to 1."""
+        with self._changed:
+            return sum(map(len, self._queues)) / (len(self._queues) * self._capacity)
+
+    def close(self) -> None:
+        """Ends all waits; actor threads see `Closed`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # The actors' side.
+
+    def variables(self, unroll: int) -> tuple[int, Variables]:
+        """The version for an unroll, and its number; waits for it."""
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise Closed
+                wanted = max(self._versions) if self._lag is None else max(unroll - self._lag, 0)
+                if wanted in self._versions:
+                    return wanted, self._versions[wanted]
+                self._changed.wait()
+
+    def newest(self) -> Variables:
+        """The newest version, without waiting."""
+        with self._changed:
+            if self._closed:
+                raise Closed
+            return self._versions[max(self._versions)]
+
+    def put(self, actor: int, item: Item) -> None:
+        """Hands a trajectory over; waits while the queue is full."""
+        with self._changed:
+            while len(self._queues[actor]) >= self._capacity and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise Closed
+            self._queues[actor].append(item)
+            self._changed.notify_all()
+
+    def fail(self, actor: int, error: BaseException) -> None:
+        """Tells the learner that an actor is gone."""
+        with self._changed:
+            self._failure = self._failure or (actor, error)
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            actor, error = self._failure
+            raise ActorError(f"actor thread {actor} failed: {type(error).__name__}: {error}") from error
+        for actor, phases in enumerate(self._phases):
+            waited = time.perf_counter() - phases.since
+            if phases.name == "environment" and waited > self._timeout_s:
+                raise ActorError(
+                    f"actor thread {actor} has waited {waited:.0f} s for a step of its environments; if a step may "
+                    f"take so long, raise loop.timeout_s={self._timeout_s:g}."
+                )
