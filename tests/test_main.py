@@ -137,9 +137,9 @@ def test_a_population_names_its_best_member(call: Call):
         (["run_dir="], "run_dir is empty; name a folder, or leave it out."),
         (["env=file.py:Env"], "env="),
         (
-                ["env.max_episode_steps=0"],
-                "env=cartpole cannot be made with {'max_episode_steps': 0}: max_episode_steps=0 is wrong; use an",
-            ),
+            ["env.max_episode_steps=0"],
+            "env=cartpole cannot be made with {'max_episode_steps': 0}: max_episode_steps=0 is wrong; use an",
+        ),
         (["run_dir=/proc/run"], "/proc/run cannot be written (No such file or directory); free some space, or choose"),
         (["run_dir=file"], "run_dir=file is a file; name a folder, or leave it out."),
         (["run_dir=file", "resume=auto"], "run_dir=file is a file; name a folder, or leave it out."),

@@ -1,7 +1,9 @@
-"""Agents learn: three or more seeds, trained as one population, each of which must reach the goal.
+"""Agents learn: three or more seeds, in Anakin trained as one population, each of which must reach the goal.
 
 The settings are those of configs/experiment/, so that what is tested is what users run.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torchpod.config import load, make_agent, make_env
 from torchpod.evaluate import evaluate
 from torchpod.learner import LearnerConfig
 from torchpod.rollout import start
+from torchpod.run import execute
 from torchpod.testing.probes import LADDER
 
 
@@ -58,6 +61,29 @@ def test_ppo_swings_up_the_pendulum_with_every_seed():
 
 def test_ppo_catches_with_every_seed():
     assert (final_returns("experiment=catch", "population=3") >= 0.95).all()
+
+
+def test_impala_catches_with_every_seed():
+    assert (final_returns("experiment=impala_catch", "population=3") >= 0.95).all()
+
+
+def sebulba_return(*overrides: str, folder: Path) -> float:
+    """Trains with actor threads and returns the mean greedy return over 100 fresh episodes."""
+    run = execute(load([*overrides, "loop=sebulba", "logger.console=false", f"run_dir={folder}"]))
+    print(f"{' '.join(overrides)}: {run.summary['eval_return']}")
+    return run.summary["eval_return"]["mean"]
+
+
+@pytest.mark.parametrize("experiment", ["catch", "impala_catch"])
+def test_ppo_and_impala_catch_in_the_other_loop_too(experiment, tmp_path):
+    assert sebulba_return(f"experiment={experiment}", folder=tmp_path / "run") >= 0.95
+
+
+def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path):
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    for seed in range(3):
+        override = "experiment=impala_cartpole_sebulba"
+        assert sebulba_return(override, f"seed={seed}", folder=tmp_path / str(seed)) >= 475
 
 
 def test_a_gru_solves_memory_chain_where_an_mlp_cannot():
