@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpod import random
 from torchpod.algos.a2c import A2C
+from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
@@ -83,7 +84,13 @@ def iterate(agent, env, population=1):
 @pytest.mark.parametrize("population", [1, 2])
 @pytest.mark.parametrize("env", [CartPole(), Pendulum(), Catch(), MemoryChain()], ids=lambda env: env.spec.name)
 @pytest.mark.parametrize(
-    "make", [lambda s: PPO(s, PPOConfig(hidden=(8,))), lambda s: A2C(s, PPOConfig(hidden=(8,)))], ids=["ppo", "a2c"]
+    "make",
+    [
+        lambda s: PPO(s, PPOConfig(hidden=(8,))),
+        lambda s: A2C(s, PPOConfig(hidden=(8,))),
+        lambda s: IMPALA(s, IMPALAConfig(hidden=(8,))),
+    ],
+    ids=["ppo", "a2c", "impala"],
 )
 def test_an_iteration_needs_nothing_from_the_host(make, env, population):
     assert iterate(lambda: make(env.spec), env, population) == ([], [])

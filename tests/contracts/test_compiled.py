@@ -9,6 +9,8 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import Agent
 from torchpod.algos.a2c import A2C, A2CConfig
+from torchpod.algos.actor_critic import ActorCriticConfig
+from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler, RecompilationError
@@ -27,7 +29,7 @@ SMALL = PPOConfig(hidden=(16, 16))
 class Subject(NamedTuple):
     env: Env
     agent: type[Agent]
-    config: PPOConfig
+    config: ActorCriticConfig
     unroll_length: int = T
 
 
@@ -37,6 +39,7 @@ OTHERS = {
     "cnn": Subject(Catch(), PPO, PPOConfig(hidden=(16,), channels=(4,))),
     "gru": Subject(MemoryChain(memory_length=3), PPO, PPOConfig(hidden=(8,), recurrent=8), unroll_length=6),
     "a2c": Subject(CartPole(max_episode_steps=9), A2C, A2CConfig(hidden=(16, 16))),
+    "impala": Subject(CartPole(max_episode_steps=9), IMPALA, IMPALAConfig(hidden=(16, 16))),
 }
 
 

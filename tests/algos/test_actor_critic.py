@@ -1,3 +1,5 @@
+"""PPO, A2C and IMPALA against their papers, and the networks that they share."""
+
 import math
 
 import numpy as np
@@ -9,11 +11,13 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.a2c import A2C, A2CConfig
+from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.env import TensorEnv
 from torchpod.envs.catch import Catch
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.nets import GRUCell
+from torchpod.ops.returns import vtrace
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, EnvSpec
 from torchpod.types import FIRST, LAST, MID, Batch, TimeStep
@@ -22,12 +26,13 @@ DISCRETE = EnvSpec("discrete", observation=Array((5,)), action=Discrete(3))
 CONTINUOUS = EnvSpec("continuous", observation=Array((5,)), action=Box((2,), -3.0, 5.0))
 UNBOUNDED = EnvSpec("unbounded", observation=Array((5,)), action=Box((2,)))
 ROWS = 40
+CONFIGS = {PPO: PPOConfig, A2C: A2CConfig, IMPALA: IMPALAConfig}
 
 
 def make(cls, spec, seed, **config):
     """An agent whose heads are not almost zero, as they are at the start."""
     torch.manual_seed(seed)
-    agent = cls(spec, (A2CConfig if cls is A2C else PPOConfig)(hidden=(6, 7), **config))
+    agent = cls(spec, CONFIGS[cls](hidden=(6, 7), **config))
     with torch.no_grad():
         for p in agent.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -126,18 +131,48 @@ def test_ppo_loss_equals_the_paper(seed, spec, value_clip):
     assert out.metrics["approx_kl"] > 0
 
 
+@pytest.mark.parametrize("cls", [A2C, IMPALA])
 @pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=lambda s: s.name)
-def test_a2c_loss_equals_the_paper(seed, spec):
-    agent = make(A2C, spec, seed, entropy_coefficient=0.1)
+def test_a2c_and_impala_loss_equal_the_papers(seed, cls, spec):
+    agent = make(cls, spec, seed, entropy_coefficient=0.1)
     b = minibatch(agent, seed)
     out = agent.loss(to_batch(b), torch.zeros(3), None)
     assert out.loss.item() == pytest.approx(reference_a2c(agent, b), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("cls", [PPO, A2C])
+@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=lambda s: s.name)
+def test_impala_prepares_vtrace_of_the_policy_that_learns(seed, spec):
+    """Actions of one policy, targets of another: ratios and values in NumPy, V-trace as tested in tests/ops."""
+    actor = make(IMPALA, spec, seed)
+    agent = make(IMPALA, spec, seed + 1, discount=0.9, lambda_=0.8, rho_clip=1.5, c_clip=0.7, reward_scale=0.5)
+    keys = random.split(random.key(seed), 8)
+    params, buffers = variables_of(actor)
+    env = Fixed(spec)
+    _, trajectory = unroll(make_step(actor, env), params | buffers, start(actor, env, keys), keys, keys, length=6)
+    with torch.no_grad():
+        batch = agent.prepare(trajectory, keys)
+    t = pytree.tree_map(lambda x: x.double().numpy() if x.is_floating_point() else x.numpy(), trajectory.timestep)
+    values, log_ratio = [], []
+    for i, x in enumerate(t.observation):
+        policy, value = reference_network(agent, x)
+        values.append(value)
+        if i < 6:
+            action = trajectory.output.action[i].numpy()
+            old = reference_log_prob(actor, reference_network(actor, x)[0], action)[0]
+            log_ratio.append(reference_log_prob(agent, policy, action)[0] - old)
+    v, reward, discount = np.stack(values), 0.5 * t.reward[1:], 0.9 * t.discount[1:]
+    arrays = (np.stack(log_ratio), reward, discount, t.step_type[1:] == LAST, v[:-1], v[1:])
+    target, advantage = vtrace(*map(torch.from_numpy, arrays), lambda_=0.8, rho_clip=1.5, c_clip=0.7)
+    torch.testing.assert_close(batch.steps["value_target"].double(), target, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(batch.steps["advantage"].double(), advantage, rtol=1e-4, atol=1e-4)
+    assert torch.equal(batch.steps["weight"] == 0, trajectory.timestep.step_type[:-1] == LAST)
+    assert np.exp(arrays[0]).max() > 1.5 > 0.7 > np.exp(arrays[0]).min()  # both clips are at work
+
+
+@pytest.mark.parametrize("cls", [PPO, A2C, IMPALA])
 @pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=lambda s: s.name)
 def test_the_learner_follows_the_gradient_of_the_loss(seed, cls, spec):
-    agent = make(cls, spec, seed, normalize_advantage=False)
+    agent = make(cls, spec, seed, **({} if cls is IMPALA else {"normalize_advantage": False}))
     env = Fixed(spec)
     keys = random.split(random.key(seed), 8)
     params, buffers = variables_of(agent)
