@@ -1,10 +1,12 @@
 """The actor-critic that ppo, a2c and impala share: networks, `act`, and log-probabilities of rows or sequences.
 
-Discrete and continuous actions, MLP or CNN, with a GRU or without. It cannot learn: `prepare` and `loss` are the
+Discrete and continuous actions, MLP or CNN, with a GRU, an LSTM or none. It cannot learn: `prepare` and `loss` are the
 algorithm's.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from torchpod import random
 from torchpod.agent import Agent
-from torchpod.nets import Encoder, GRUCell, orthogonal
+from torchpod.nets import CELLS, CNN, Encoder, make_torso, orthogonal
 from torchpod.ops import distributions as dists
 from torchpod.specs import Box, Discrete, EnvSpec
 from torchpod.types import FIRST, ActorOutput, TimeStep, Tree
@@ -24,12 +26,20 @@ class ActorCriticConfig:
 
     hidden: tuple[int, ...] = (64, 64)
     activation: str = "tanh"
+    torso: str = "small"
+    """For observations `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`."""
     channels: tuple[int, ...] = (16,)
-    """Of the CNN for observations `[H, W, C]`, one 3x3 layer each; empty: flatten them for the MLP."""
+    """Of the torso "small", one 3x3 layer each; empty: flatten images for the MLP."""
+    width: int = 1
+    """Multiplies the channels of impala_deep."""
+    depth: int = 1
+    """Multiplies the residual blocks of impala_deep."""
     recurrent: int = 0
-    """Units of a GRU between encoder and heads; 0 for none."""
+    """Units of a recurrent cell between encoder and heads; 0 for none."""
+    cell: str = "gru"
+    """gru or lstm."""
     shared: bool = False
-    """One encoder for policy and value instead of two. A GRU is always shared."""
+    """One encoder for policy and value instead of two. With a recurrent cell it is always shared."""
     initial_log_std: float = 0.0
     """Of continuous actions, in units of half the action range."""
 
@@ -45,11 +55,13 @@ class ActorCritic(Agent):
             )
         self.config, self.action_spec = config, spec.action
         self.recurrent = config.recurrent > 0
-        make = lambda: Encoder(spec.observation, config.hidden, config.activation, config.channels)  # noqa: E731
+        if config.cell not in CELLS:
+            raise ValueError(f"cell={config.cell} is not known; use {' or '.join(CELLS)}.")
+        make = lambda: Encoder(spec.observation, config.hidden, config.activation, _torso(config))  # noqa: E731
         self.encoder = make()
         self.value_encoder = None if config.shared or self.recurrent else make()
         features = self.encoder.out_features
-        self.cell = GRUCell(features, config.recurrent) if self.recurrent else None
+        self.cell = CELLS[config.cell](features, config.recurrent) if self.recurrent else None
         features = config.recurrent or features
         if isinstance(spec.action, Discrete):
             self.policy = orthogonal(nn.Linear(features, spec.action.num_values), 0.01)
@@ -59,8 +71,8 @@ class ActorCritic(Agent):
         self.value = orthogonal(nn.Linear(features, 1), 1.0)
 
     def initial_state(self, batch_size: int) -> Tree:
-        """Zeros `[B, recurrent]`, or nothing."""
-        return torch.zeros(batch_size, self.config.recurrent) if self.recurrent else ()
+        """Zeros `[B, state_size of the cell]`, or nothing."""
+        return () if self.cell is None else torch.zeros(batch_size, self.cell.state_size)
 
     def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
         """See `Agent.act`."""
@@ -79,7 +91,8 @@ class ActorCritic(Agent):
         """Policy output `[B, A]`, value `[B]` and next recurrent state, for one step."""
         features = self.encoder(observation)
         if self.cell is not None:
-            features = state = self.cell(features, torch.where(first[..., None], 0.0, state))
+            state = self.cell.step(self.cell.input(features), torch.where(first[..., None], 0.0, state))
+            features = self.cell.output(state)
         return *self._heads(features, observation), state
 
     def _sequence(self, observation: Tree, first: Tensor, state: Tree) -> tuple[Tensor, Tensor]:
@@ -89,7 +102,7 @@ class ActorCritic(Agent):
             gates, hidden = self.cell.input(features), []
             for t in range(gates.shape[0]):
                 state = self.cell.step(gates[t], torch.where(first[t, :, None], 0.0, state))
-                hidden.append(state)
+                hidden.append(self.cell.output(state))
             features = torch.stack(hidden)
         return self._heads(features, observation)
 
@@ -115,3 +128,12 @@ class ActorCritic(Agent):
         if isinstance(spec, Box) and math.isfinite(spec.low) and math.isfinite(spec.high):
             return (spec.high + spec.low) / 2, (spec.high - spec.low) / 2
         return 0.0, 1.0
+
+
+def _torso(config: ActorCriticConfig) -> Callable[[tuple[int, ...]], CNN] | None:
+    if config.torso == "small" and not config.channels:
+        return None
+    hidden = config.hidden[-1] if config.hidden else 0
+    return functools.partial(
+        make_torso, config.torso, channels=config.channels, hidden=hidden, width=config.width, depth=config.depth
+    )

@@ -15,11 +15,13 @@ from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.env import TensorEnv
 from torchpod.envs.catch import Catch
+from torchpod.envs.pendulum import Pendulum
 from torchpod.learner import Learner, LearnerConfig
-from torchpod.nets import GRUCell
+from torchpod.nets import GRUCell, LSTMCell, make_torso
 from torchpod.ops.returns import vtrace
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, EnvSpec
+from torchpod.testing import check_agent
 from torchpod.types import FIRST, LAST, MID, Batch, TimeStep
 
 DISCRETE = EnvSpec("discrete", observation=Array((5,)), action=Discrete(3))
@@ -210,10 +212,10 @@ class Fixed(TensorEnv):
 
 
 @pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS, UNBOUNDED], ids=lambda s: s.name)
-@pytest.mark.parametrize("recurrent", [0, 4])
-def test_act_and_loss_compute_the_same_log_probs_and_values(seed, spec, recurrent):
-    """So that the first ratio of every trajectory is 1; for a GRU also over resets in the middle of it."""
-    agent = make(PPO, spec, seed, recurrent=recurrent)
+@pytest.mark.parametrize(("recurrent", "cell"), [(0, "gru"), (4, "gru"), (4, "lstm")])
+def test_act_and_loss_compute_the_same_log_probs_and_values(seed, spec, recurrent, cell):
+    """So that the first ratio of every trajectory is 1; with a memory also over resets in the middle of it."""
+    agent = make(PPO, spec, seed, recurrent=recurrent, cell=cell)
     env, size, length = Fixed(spec), 12, 15
     env_keys, actor_keys = (random.split(random.key(seed + i), size) for i in range(2))
     params, buffers = variables_of(agent)
@@ -263,7 +265,23 @@ def test_the_gru_cell_equals_torchs():
         theirs.bias_ih.copy_(ours.input.bias.normal_())
         theirs.bias_hh.copy_(ours.recurrent.bias.normal_())
     x, h = torch.randn(6, 3), torch.randn(6, 4)
-    torch.testing.assert_close(ours(x, h), theirs(x, h))
+    torch.testing.assert_close(ours.output(ours.step(ours.input(x), h)), theirs(x, h))
+
+
+def test_the_lstm_cell_equals_torchs():
+    torch.manual_seed(0)
+    ours, theirs = LSTMCell(3, 4), torch.nn.LSTMCell(3, 4)
+    with torch.no_grad():  # the same gates in the same order: input, forget, cell, output
+        theirs.weight_ih.copy_(ours.input.weight)
+        theirs.weight_hh.copy_(ours.recurrent.weight)
+        theirs.bias_ih.copy_(ours.input.bias.normal_())
+        theirs.bias_hh.copy_(ours.recurrent.bias.normal_())
+        theirs.bias_hh[4:8] += 1
+    x, h, c = torch.randn(6, 3), torch.randn(6, 4), torch.randn(6, 4)
+    state = ours.step(ours.input(x), torch.cat([h, c], -1))
+    expected = theirs(x, (h, c))
+    torch.testing.assert_close(ours.output(state), expected[0])
+    torch.testing.assert_close(state, torch.cat(expected, -1))
 
 
 def test_the_recurrent_bootstrap_value_comes_from_the_last_state(seed):
@@ -303,6 +321,44 @@ def test_images_go_through_a_cnn_and_train_it(seed):
     assert metrics["loss"].isfinite()
     moved = {k for k, v in state.params.items() if not torch.equal(v, params[k])}
     assert {"encoder.net.convs.0.weight", "value_encoder.net.convs.2.weight", "policy.weight"} <= moved
+
+
+PARAMETERS = {
+    # Convolutions and the dense layer for 84x84x4, counted by hand.
+    "nature": (8 * 8 * 4 * 32 + 32) + (4 * 4 * 32 * 64 + 64) + (3 * 3 * 64 * 64 + 64) + (7 * 7 * 64 * 512 + 512),
+    "impala_shallow": (8 * 8 * 4 * 16 + 16) + (4 * 4 * 16 * 32 + 32) + (9 * 9 * 32 * 256 + 256),
+    "impala_deep": (9 * 4 * 16 + 16)
+    + 4 * (9 * 16 * 16 + 16)
+    + (9 * 16 * 32 + 32)
+    + 9 * (9 * 32 * 32 + 32)
+    + (11 * 11 * 32 * 256 + 256),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_torsos_have_the_sizes_of_their_papers(name):
+    torso = make_torso(name, (84, 84, 4), channels=(), hidden=0)
+    assert sum(p.numel() for p in torso.parameters()) == PARAMETERS[name]
+    assert torso(torch.rand(2, 3, 84, 84, 4)).shape == (2, 3, torso.out_features)
+
+
+def test_the_deep_torso_grows_by_width_and_depth():
+    grown = make_torso("impala_deep", (16, 16, 1), channels=(), hidden=0, width=2, depth=3)
+    convs = [m for m in grown.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convs) == 3 * (1 + 3 * 2 * 2) and {m.out_channels for m in convs} == {32, 64}
+
+
+def test_bytes_are_scaled_and_what_cannot_be_is_refused():
+    spec = EnvSpec("bytes", Array((12, 12, 3), torch.uint8), Discrete(2))
+    agent = PPO(spec, PPOConfig(hidden=(8,)))
+    x = torch.randint(0, 256, (5, 12, 12, 3), dtype=torch.uint8)
+    torch.testing.assert_close(agent.encoder(x), agent.encoder.net(x.float() / 255))
+    with pytest.raises(ValueError, match=r"images \[12, 12, 3\] are too small"):
+        PPO(spec, PPOConfig(torso="nature"))
+    with pytest.raises(ValueError, match="torso=resnet is not known; use one of small, nature"):
+        PPO(spec, PPOConfig(torso="resnet"))
+    with pytest.raises(ValueError, match="cell=rnn is not known; use gru or lstm"):
+        PPO(spec, PPOConfig(cell="rnn"))
 
 
 class Masked(Fixed):
@@ -381,3 +437,11 @@ def test_hyperparameters_are_tensors_of_the_learner_state(seed):
 def test_actions_that_ppo_cannot_take_are_refused():
     with pytest.raises(ValueError, match="PPO needs one Discrete or Box action"):
         PPO(EnvSpec("pair", Array((1,)), {"a": Discrete(2), "b": Discrete(3)}, groups={"a": 1, "b": 1}))
+
+
+@pytest.mark.parametrize("recurrent", [0, 4])
+@pytest.mark.parametrize("env", [Catch(rows=4, columns=3), Pendulum(max_episode_steps=5)], ids=["catch", "pendulum"])
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_every_agent_keeps_the_contract(cls, env, recurrent):
+    agent = cls(env.spec, CONFIGS[cls](hidden=(6,), channels=(3,), recurrent=recurrent))
+    check_agent(agent, env, compile=False)  # compiled: tests/contracts/test_compiled.py

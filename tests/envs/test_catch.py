@@ -1,10 +1,12 @@
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from torchpod import random
 from torchpod.envs.catch import Catch
-from torchpod.nets import Encoder
+from torchpod.nets import Encoder, make_torso
 from torchpod.types import FIRST, LAST, MID
 
 
@@ -66,7 +68,8 @@ def test_the_ball_starts_in_every_column_equally_often():
 def test_the_board_is_an_image_to_the_encoder():
     env = Catch()
     _, timestep = env.init(random.split(random.key(0), 3))
-    encoder = Encoder(env.spec.observation, (32,), "tanh", (4,))
+    torso = functools.partial(make_torso, "small", channels=(4,), hidden=32)
+    encoder = Encoder(env.spec.observation, (32,), "tanh", torso)
     assert encoder.is_image
     assert encoder(timestep.observation).shape == (3, 32)
 

@@ -1,5 +1,5 @@
 """Networks that compile without graph breaks and vmap over populations."""
 
-from torchpod.nets.nets import CNN, MLP, Encoder, GRUCell, orthogonal
+from torchpod.nets.nets import CELLS, CNN, MLP, Encoder, GRUCell, LSTMCell, make_torso, orthogonal
 
-__all__ = ["CNN", "MLP", "Encoder", "GRUCell", "orthogonal"]
+__all__ = ["CELLS", "CNN", "MLP", "Encoder", "GRUCell", "LSTMCell", "make_torso", "orthogonal"]

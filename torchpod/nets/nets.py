@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,19 +47,25 @@ class MLP(nn.Sequential):
 
 
 class CNN(nn.Module):
-    """A small convolutional network for images `[..., H, W, C]`: one 3x3 layer per channel count, then one dense."""
+    """Convolutions and one dense layer, for images `[..., H, W, C]`.
 
-    def __init__(
-        self, shape: tuple[int, ...], channels: Sequence[int] = (16,), hidden: int = 128, activation: str = "relu"
-    ) -> None:
+    Args:
+      shape: `(H, W, C)`.
+      convs: from `[B, C, H, W]` to `[B, C', H', W']`, with an activation at its end.
+      hidden: features after the dense layer.
+
+    Raises:
+      ValueError: if nothing is left of an image so small.
+    """
+
+    def __init__(self, shape: tuple[int, ...], convs: nn.Sequential, hidden: int) -> None:
         super().__init__()
-        height, width, in_channels = shape
-        convs: list[nn.Module] = []
-        for out in channels:
-            convs += [orthogonal(nn.Conv2d(in_channels, out, 3, padding=1)), make_activation(activation)]
-            in_channels = out
-        self.convs = nn.Sequential(*convs)
-        self.dense = MLP(in_channels * height * width, [hidden], activation)
+        height, width, channels = shape
+        try:
+            features = convs(torch.zeros(1, channels, height, width)).numel()
+        except RuntimeError as error:
+            raise ValueError(f"images {list(shape)} are too small for these convolutions: {error}.") from error
+        self.convs, self.dense = convs, MLP(features, [hidden], "relu")
         self.out_features = hidden
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,22 +75,89 @@ class CNN(nn.Module):
         return self.dense(y.flatten(-3).reshape(*lead, -1))
 
 
+class Residual(nn.Module):
+    """`x + conv(relu(conv(relu(x))))`, 3x3, of Espeholt et al. 2018, figure 3."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        conv = lambda: orthogonal(nn.Conv2d(channels, channels, 3, padding=1))  # noqa: E731
+        self.branch = nn.Sequential(nn.ReLU(), conv(), nn.ReLU(), conv())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C, H, W]` to the same shape."""
+        return x + self.branch(x)
+
+
+TORSOS = ("small", "nature", "impala_shallow", "impala_deep")
+
+
+def make_torso(
+    name: str, shape: tuple[int, ...], *, channels: Sequence[int], hidden: int, width: int = 1, depth: int = 1
+) -> CNN:
+    """The convolutional network of that name for images `[H, W, C]`.
+
+    Args:
+      name: "small": 3x3 of `channels`, dense `hidden`. "nature": Mnih et al. 2015
+        (https://doi.org/10.1038/nature14236), dense 512. "impala_shallow" and "impala_deep": Espeholt et al. 2018
+        (https://arxiv.org/abs/1802.01561), figure 3, dense 256.
+      shape: `(H, W, C)`.
+      channels: of "small".
+      hidden: of "small".
+      width: multiplies the channels of "impala_deep".
+      depth: multiplies the residual blocks of "impala_deep".
+
+    Raises:
+      ValueError: if there is none of that name, or nothing is left of an image so small.
+    """
+    if name not in TORSOS:
+        raise ValueError(f"torso={name} is not known; use one of {', '.join(TORSOS)}.")
+    if name == "impala_deep":
+        layers, before = [], shape[-1]
+        for after in (16 * width, 32 * width, 32 * width):
+            layers += [orthogonal(nn.Conv2d(before, after, 3, padding=1)), nn.MaxPool2d(3, 2, 1)]
+            layers += [Residual(after) for _ in range(2 * depth)]
+            before = after
+        return CNN(shape, nn.Sequential(*layers, nn.ReLU()), 256)
+    specs, hidden = {
+        "small": ([(c, 3, 1, 1) for c in channels], hidden),
+        "nature": ([(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)], 512),
+        "impala_shallow": ([(16, 8, 4, 0), (32, 4, 2, 0)], 256),
+    }[name]
+    layers, before = [], shape[-1]
+    for after, kernel, stride, padding in specs:
+        layers += [orthogonal(nn.Conv2d(before, after, kernel, stride, padding)), nn.ReLU()]
+        before = after
+    return CNN(shape, nn.Sequential(*layers), hidden)
+
+
 class Encoder(nn.Module):
-    """Picks the network that fits an observation spec: CNN for `[H, W, C]`, else an MLP on everything flattened.
+    """Picks the network that fits an observation spec: `torso` for `[H, W, C]`, else an MLP on everything flattened.
 
-    Without `channels` images are flattened too.
+    Images of bytes are scaled to [0, 1]. A dict observation is flattened and concatenated in the order of its keys,
+    without its `action_mask`.
 
-    A dict observation is flattened and concatenated in the order of its keys, without its `action_mask`.
+    Args:
+      spec: of the observation.
+      hidden: sizes of the MLP.
+      activation: of the MLP.
+      torso: makes the network for images of a shape `(H, W, C)`; None: flatten them too.
     """
 
-    def __init__(self, spec: specs.SpecTree, hidden: Sequence[int], activation: str, channels: Sequence[int]) -> None:
+    def __init__(
+        self,
+        spec: specs.SpecTree,
+        hidden: Sequence[int],
+        activation: str,
+        torso: Callable[[tuple[int, ...]], CNN] | None = None,
+    ) -> None:
         super().__init__()
         self.names = [k for k in sorted(spec) if k != "action_mask"] if isinstance(spec, dict) else None
         leaves: list[Any] = [spec[k] for k in self.names] if isinstance(spec, dict) and self.names else [spec]
         self.event_dims = [len(leaf.shape) for leaf in leaves]
-        self.is_image = len(leaves) == 1 and len(leaves[0].shape) == 3 and len(channels) > 0
-        if self.is_image:
-            self.net: CNN | MLP = CNN(leaves[0].shape, channels, hidden[-1])
+        self.is_image = torso is not None and len(leaves) == 1 and len(leaves[0].shape) == 3
+        self.is_bytes = leaves[0].dtype == torch.uint8
+        if torso is not None and self.is_image:
+            self.net: CNN | MLP = torso(leaves[0].shape)
         else:
             self.net = MLP(sum(math.prod(leaf.shape) for leaf in leaves), hidden, activation)
         self.out_features = self.net.out_features
@@ -96,29 +169,61 @@ class Encoder(nn.Module):
         else:
             leaves = [observation]
         if self.is_image:
-            return self.net(leaves[0].float())
+            return self.net(leaves[0].float() / 255 if self.is_bytes else leaves[0].float())
         pairs = zip(leaves, self.event_dims, strict=True)
         flat = [leaf.float().reshape(*leaf.shape[: leaf.ndim - dims], -1) for leaf, dims in pairs]
         return self.net(flat[0] if len(flat) == 1 else torch.cat(flat, -1))
 
 
 class GRUCell(nn.Module):
-    """Gated recurrent unit of Cho et al. 2014 (https://arxiv.org/abs/1406.1078), one step."""
+    """Gated recurrent unit of Cho et al. 2014 (https://arxiv.org/abs/1406.1078), one step; the state is the output."""
 
     def __init__(self, in_features: int, hidden: int) -> None:
         super().__init__()
         self.input = orthogonal(nn.Linear(in_features, 3 * hidden), 1.0)
         self.recurrent = orthogonal(nn.Linear(hidden, 3 * hidden), 1.0)
-        self.hidden = hidden
+        self.state_size = hidden
 
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        """Input `[B, in]` and state `[B, hidden]` to the next state `[B, hidden]`."""
-        return self.step(self.input(x), h)
+    def step(self, gates: Tensor, state: Tensor) -> Tensor:
+        """The next state `[B, state_size]`.
 
-    def step(self, gates: Tensor, h: Tensor) -> Tensor:
-        """As `forward`, with the input's share `self.input(x)` computed before (for all steps in one product)."""
+        Args:
+          gates: the input's share, `self.input(x)`, so that one product computes it for all steps.
+          state: `[B, state_size]`.
+        """
         x_r, x_z, x_n = gates.chunk(3, -1)
-        h_r, h_z, h_n = self.recurrent(h).chunk(3, -1)
+        h_r, h_z, h_n = self.recurrent(state).chunk(3, -1)
         r, z = torch.sigmoid(x_r + h_r), torch.sigmoid(x_z + h_z)
         n = torch.tanh(x_n + r * h_n)
-        return (1 - z) * n + z * h
+        return (1 - z) * n + z * state
+
+    def output(self, state: Tensor) -> Tensor:
+        """What the heads see of a state: `[..., hidden]`."""
+        return state
+
+
+class LSTMCell(nn.Module):
+    """Long short-term memory of Gers et al. 2000 (https://doi.org/10.1162/089976600300015015), one step.
+
+    Used as `GRUCell`; a state is output and cell side by side, `[B, 2 * hidden]`. The forget gate has a bias of 1 more.
+    """
+
+    def __init__(self, in_features: int, hidden: int) -> None:
+        super().__init__()
+        self.input = orthogonal(nn.Linear(in_features, 4 * hidden), 1.0)
+        self.recurrent = orthogonal(nn.Linear(hidden, 4 * hidden), 1.0)
+        self.state_size = 2 * hidden
+
+    def step(self, gates: Tensor, state: Tensor) -> Tensor:
+        """As `GRUCell.step`."""
+        output, memory = state.chunk(2, -1)
+        enter, forget, new, leave = (gates + self.recurrent(output)).chunk(4, -1)
+        memory = torch.sigmoid(forget + 1) * memory + torch.sigmoid(enter) * torch.tanh(new)
+        return torch.cat([torch.sigmoid(leave) * torch.tanh(memory), memory], -1)
+
+    def output(self, state: Tensor) -> Tensor:
+        """As `GRUCell.output`."""
+        return state[..., : self.state_size // 2]
+
+
+CELLS = {"gru": GRUCell, "lstm": LSTMCell}
