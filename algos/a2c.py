@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchpod.agent import Bound
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.specs import EnvSpec
 from torchpod.types import Batch, LossOutput
 
 
@@ -26,6 +27,9 @@ class A2C(PPO):
     """See the module."""
 
     max_lag = 0
+
+    def __init__(self, spec: EnvSpec, config: A2CConfig = A2CConfig()) -> None:
+        super().__init__(spec, config)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """`-log pi(a|s) A + c_v (V - R)^2 / 2 - c_e H`, section 4 of the paper."""

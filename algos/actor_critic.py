@@ -55,6 +55,11 @@ class ActorCritic(Agent):
             )
         self.config, self.action_spec = config, spec.action
         self.recurrent = config.recurrent > 0
+        if not config.hidden or min(*config.hidden, config.width, config.depth, 1) < 1 or config.recurrent < 0:
+            raise ValueError(
+                f"hidden={list(config.hidden)}, width={config.width} and depth={config.depth} must be at least 1 each, "
+                f"and recurrent={config.recurrent} at least 0."
+            )
         if config.cell not in CELLS:
             raise ValueError(f"cell={config.cell} is not known; use {' or '.join(CELLS)}.")
         make = lambda: Encoder(spec.observation, config.hidden, config.activation, _torso(config))  # noqa: E731
@@ -133,7 +138,11 @@ class ActorCritic(Agent):
 def _torso(config: ActorCriticConfig) -> Callable[[tuple[int, ...]], CNN] | None:
     if config.torso == "small" and not config.channels:
         return None
-    hidden = config.hidden[-1] if config.hidden else 0
     return functools.partial(
-        make_torso, config.torso, channels=config.channels, hidden=hidden, width=config.width, depth=config.depth
+        make_torso,
+        config.torso,
+        channels=config.channels,
+        hidden=config.hidden[-1],
+        width=config.width,
+        depth=config.depth,
     )

@@ -35,11 +35,11 @@ class PPOConfig(ActorCriticConfig):
 class PPO(ActorCritic):
     """See the module."""
 
+    config: PPOConfig
     max_lag = 1  # the ratio corrects for a little
 
     def __init__(self, spec: EnvSpec, config: PPOConfig = PPOConfig()) -> None:
         super().__init__(spec, config)
-        self.config = config
         self.standardise = ("advantage",) if config.normalize_advantage else ()
         for name in ("discount", "gae_lambda", "clip", "value_coefficient", "entropy_coefficient", "reward_scale"):
             self.hyperparameter(name, getattr(config, name))

@@ -53,7 +53,7 @@ class Report(NamedTuple):
     """What one call to the device brought back."""
 
     iteration: int
-    env_steps: int
+    env_steps: int | list[int]
     """Per member, over all ranks."""
     metrics: dict[str, Tensor]
     """Means over the iterations of the call, on CPU: scalars, or `[P]` in a population."""
@@ -216,13 +216,19 @@ def train(
         # Calls end at multiples of iterations_per_call, so that a resumed run reports the same rows.
         count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
         before = pytree.tree_map(torch.clone, replay.state)
-        history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
+        try:
+            history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
+        except BaseException:
+            replay.load(before)  # a call that is interrupted leaves the state of the last report
+            raise
         metrics = mean_metrics(history)
         if not replay.state.learner.healthy.any():
             raise _find_failure(anakin, before, count)
         iteration += count
-        env_steps = int(replay.state.env_steps.flatten()[0])
-        yield Report(iteration, env_steps, metrics, time.perf_counter() - began, compile_s), replay
+        yield (
+            Report(iteration, replay.state.env_steps.tolist(), metrics, time.perf_counter() - began, compile_s),
+            replay,
+        )
         compile_s = 0.0
 
 

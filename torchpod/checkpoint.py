@@ -79,8 +79,8 @@ def save(
                     **meta,
                 }
                 _write_bytes(partial / "meta.json", json.dumps({**meta, "sha256": _digest_of(meta)}, indent=1).encode())
-                if final.exists():
-                    shutil.rmtree(final)
+                if final.exists():  # moved aside: `all_of` finds it no more, a kill in between loses one name
+                    os.replace(final, final.with_name(f".partial-old-{final.name}"))
                 os.replace(partial, final)
                 _sync_folder(final.parent)
                 for old in [*all_of(run_dir)[:-keep], *final.parent.glob(".partial-*")]:

@@ -7,6 +7,7 @@ compiled functions are captured, many at a time, by graph.py.
 
 import contextlib
 import ctypes
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod.inductor import RecompilationError, guarded_compile
+
+# A warning about machines without a GPU, on every machine without a GPU.
+logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
 
 __all__ = ["Compiler", "RecompilationError", "span"]
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -60,8 +61,15 @@ _RANGES = {
     "beta2": (0.0, 1.0),
     "discount": (0.0, 1.0),
     "gae_lambda": (0.0, 1.0),
+    "lambda_": (0.0, 1.0),
+    "clip": (0.0, float("inf")),
+    "rho_clip": (0.0, float("inf")),
+    "c_clip": (0.0, float("inf")),
 }
 """Of hyperparameters, whether of the learner, of an agent or of members of a population."""
+
+
+_SEBULBA = tuple(f.name for f in dataclasses.fields(SebulbaConfig))
 
 
 class ConfigError(ValueError):
@@ -166,7 +174,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
       ConfigError: for anything that does not exist or does not fit.
     """
     custom = [item for item in overrides if _names_file(item)]
-    plain = ["env=custom" if item in custom else item for item in overrides]
+    plain = ["env=custom" if item in custom else item for item in _with_loop(overrides)]
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
@@ -184,7 +192,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         path, colon, attribute = custom[-1].partition("=")[2].partition(".py")
         name = f"{Path(path).resolve()}{colon}{attribute}"
         values["env"] = {**values["env"], "name": name}
-    return dataclasses.replace(from_dict(typing.cast(dict[str, Any], values)), given=tuple(map(_key, plain)))
+    return dataclasses.replace(from_dict(typing.cast(dict[str, Any], values)), given=tuple(map(_key, overrides)))
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainConfig:
@@ -256,14 +264,20 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = _find(config["name"], envs.MAKERS, "env")
+    wrapping = {}
+    if config["name"] not in envs.MAKERS and "processes" not in inspect.signature(maker).parameters:
+        wrapping = {k: arguments.pop(k) for k in ("processes",) if k in arguments}
     _check_arguments(maker, arguments, f"env={config['name']}")
     try:
         env = maker(**arguments)
-    except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {error}") from error
-    if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
-        env.close()
-        return envs.Gymnasium(functools.partial(maker, **arguments))
+        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
+            env.close()
+            return envs.Gymnasium(functools.partial(maker, **arguments), **wrapping)
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
+        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {kind}{error}") from error
+    if wrapping:
+        raise ConfigError(f"env={config['name']} takes no argument processes; it is no gymnasium.Env.")
     return env
 
 
@@ -300,6 +314,19 @@ def _register() -> None:
     store.store(group="env", name="custom", node={"name": "custom"})
 
 
+def _with_loop(overrides: Sequence[str]) -> list[str]:
+    """With the loop of the run that is resumed, so that its settings are known."""
+    given = {_key(item): item.partition("=")[2] for item in overrides}
+    path = Path(given.get("resume", ""), "config.yaml")
+    if "resume" not in given or "loop" in given or "experiment" in given or not path.is_file():
+        return list(overrides)
+    try:
+        name = yaml.safe_load(path.read_text())["loop"]["name"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return list(overrides)  # it is refused later, with the reason
+    return [f"loop={name}", *overrides] if name in choices("loop") else list(overrides)
+
+
 def _names_file(override: str) -> bool:
     """`env=path/to/my_env.py:MyEnv` is no choice of a group but names a file of the user's."""
     key, _, value = override.partition("=")
@@ -325,8 +352,17 @@ def _check_override(override: str, base: Sequence[str]) -> None:
             raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{file}")
     elif not override.startswith("+") and key.startswith("members."):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
+    elif key.removeprefix("loop.") in _SEBULBA and key not in base:
+        raise ConfigError(f"{key} is a setting of the other loop; add loop=sebulba.")
+    elif not override.startswith("+") and key.startswith("env.") and key not in base and _takes_more(base):
+        raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif not override.startswith("+") and key not in base:
         raise ConfigError(f"{key} is no setting; {nearest(key, base)}")
+
+
+def _takes_more(base: Sequence[str]) -> bool:
+    """Whether the environment is a class of the user's, or has options that are the library's."""
+    return "env.task" in base or not any(key.startswith("env.") and key != "env.name" for key in base)
 
 
 def _keys(tree: Any, prefix: str = "") -> list[str]:

@@ -246,7 +246,7 @@ class Learner:
         def column(i: int) -> Tensor:
             return moments[:, i].reshape(-1, *[1] * (steps["weight"].ndim - 1))
 
-        count = column(0).clamp(min=1.0)
+        count = torch.where(column(0) > 0, column(0), 1.0)
         steps["weight"] = (steps["weight"] / count).float()
         for i, name in enumerate(self.agent.standardise):
             mean = column(2 * i + 1) / count
@@ -310,15 +310,15 @@ class Learner:
         correct1, correct2 = (-torch.expm1(step * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
         params, mu, nu = dict(state.params), dict(state.mu), dict(state.nu)
         for group, names in self._groups.items():
-            norm = torch.stack([grads[k].square().sum() for k in names]).sum().sqrt()
-            scale = (c.max_grad_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
+            # 1e-30 keeps square roots differentiable at 0, for gradients through updates
+            norm = (torch.stack([grads[k].square().sum() for k in names]).sum() + 1e-30).sqrt()
+            scale = (c.max_grad_norm / norm).clamp(max=1.0)
             rate = state.learning_rate[group] * remaining
             metrics["grad_norm" if len(self._groups) == 1 else f"grad_norm/{group}"] = norm
             for k in names:
                 g = grads[k] * scale
                 mu[k] = torch.lerp(g, state.mu[k], c.beta1)
                 nu[k] = torch.lerp(g * g, state.nu[k], c.beta2)
-                # 1e-30 keeps the square root differentiable at 0, for gradients through updates
                 denominator = (nu[k] / correct2 + 1e-30).sqrt() + c.epsilon
                 params[k] = state.params[k] - rate * (mu[k] / correct1) / denominator
         targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}

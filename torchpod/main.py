@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torchpod.compile import RecompilationError
 from torchpod.config import GROUPS, ConfigError, choices, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.run import Interrupted, NonFiniteErrorInRun, Run, execute
+from torchpod.sebulba import ActorError
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder
@@ -38,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _report(error)
         return 1
+    except ActorError as error:
+        if error.__cause__ is not None:  # of an environment or an agent, so that its author sees where
+            traceback.print_exception(error.__cause__)
+        _report(error)
+        return 1
 
 
 def _report(error: Exception) -> None:
@@ -49,7 +56,8 @@ def _report(error: Exception) -> None:
         print(f"torchpod: rank {rank} stops: {error}", file=sys.stderr)
     else:
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        print(f"torchpod: error: {where}{error}", file=sys.stderr)
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        print(f"torchpod: error: {where}{error}{notes}", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:

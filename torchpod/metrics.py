@@ -150,12 +150,12 @@ class TensorBoardSink:
         purge_step = None
         if resume_at is not None:
             rows = read_metrics(run_dir) if (Path(run_dir) / METRICS_FILE).exists() else []
-            kept = [row["env_steps"] for row in rows if row["iteration"] <= resume_at]
+            kept = [int(_number(row["env_steps"])) for row in rows if row["iteration"] <= resume_at]
             purge_step = kept[-1] + 1 if kept else 0
         self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step)
 
     def write(self, row: Row) -> None:
-        step = row["env_steps"]
+        step = int(_number(row["env_steps"]))
         for key, value in row.items():
             if isinstance(value, list):
                 for member, x in enumerate(value):

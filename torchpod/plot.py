@@ -66,7 +66,7 @@ def _curves(folder: Path, metric: str) -> list[Curve]:
         repair = f"plot the runs in it: {folder}/*" if inside else "give a folder that torchpod train has made"
         raise FileNotFoundError(f"{folder} is no run folder: expected {METRICS_FILE} in it; {repair}.")
     rows = read_metrics(folder)
-    values = [(row["env_steps"], np.atleast_1d(row[metric])) for row in rows if metric in row]
+    values = [(np.mean(row["env_steps"]), np.atleast_1d(row[metric])) for row in rows if metric in row]
     if not values:
         known = sorted({key for row in rows for key in row} - {"iteration", "env_steps"})
         raise ValueError(f"{folder} has no metric {metric}; it has {', '.join(known) or 'no rows yet'}.")

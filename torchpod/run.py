@@ -30,8 +30,10 @@ from torchpod.envs import MAKERS
 from torchpod.evaluate import Evaluation, evaluate
 from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink, read_metrics
 from torchpod.run_folder import (
+    changes,
     commit,
     hardware,
+    locked,
     new_run_dir,
     resume_source,
     resumed_config,
@@ -41,6 +43,7 @@ from torchpod.run_folder import (
 )
 from torchpod.sebulba import Sebulba
 from torchpod.testing import ContractError, check_env
+from torchpod.types import Tree
 
 
 class Interrupted(KeyboardInterrupt):
@@ -86,10 +89,12 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
         config = resumed_config(config, source)
     ranks, device = init(config.device)
     # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
+    threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or 1)
     try:
         return _execute(config, source, ranks, device, env, make)
     finally:
+        torch.set_num_threads(threads)
         shutdown()
 
 
@@ -114,11 +119,14 @@ def _execute(
         _, loaded, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
         state = cast(RunState, loaded)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
+        if ranks.rank == 0 and (changed := changes(meta)):
+            print(f"{source} goes on with other {changed} than it was written with: the bits may differ.")
         if not state.learner.healthy.any():
             raise CheckpointError(f"{source} cannot go on: a gradient was not finite, and it stopped learning there.")
+        steps = config.num_envs * config.algo.unroll_length
         if resumed_at >= loop.num_iterations and (source / "summary.json").is_file():
             if ranks.rank == 0:
-                print(f"{source} is finished; to go on, give more than total_env_steps={config.total_env_steps}.")
+                print(f"{source} is finished; to go on, give more than total_env_steps={resumed_at * steps:_}.")
             summary = json.loads((source / "summary.json").read_text())
             variables = state.learner.params | state.learner.buffers
             return Run(source, summary, loop.agent, variables)
@@ -127,10 +135,29 @@ def _execute(
             if not loop.restartable and ranks.rank == 0:
                 print(f"{config.env['name']} is in no checkpoint: its environments begin new episodes.")
     run_dir = source or new_run_dir(config, ranks)
-    if ranks.rank == 0:
-        write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
+    with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
+        try:
+            return _go_on(config, loop, env, state, run_dir, ranks, device, resumed_at, wall_s)
+        finally:
+            getattr(env, "close", lambda: None)()
+
+
+def _go_on(
+    config: TrainConfig,
+    loop: Anakin | Sebulba,
+    env: Env,
+    state: RunState,
+    run_dir: Path,
+    ranks: Ranks,
+    device: torch.device,
+    resumed_at: int,
+    wall_s: float,
+) -> Run:
+    """Trains from a state on, evaluates, summarises."""
     keeper = _Keeper(config, run_dir, ranks)
     with _logger(config, run_dir, resumed_at) if ranks.rank == 0 else contextlib.nullcontext() as logger:
+        if ranks.rank == 0:
+            write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
         state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s)
     variables = state.learner.params | state.learner.buffers
     if ranks.rank == 0:
@@ -190,43 +217,62 @@ def _train(
     run_loop: Callable[..., Iterator[tuple[Report, Any]]] = sebulba.train if isinstance(loop, Sebulba) else train
     calls = config.loop.iterations_per_call or (8 if loop.device.type == "cuda" and run_loop is train else 1)
     timing = _Timing(wall_s, 0.0, 0, 0.0)
-    previous, stopping = int(state.env_steps.flatten()[0]), False
+    previous, stopping = int(state.env_steps.sum()), False
     with (
         _StopFlag(ranks, loop.device) as stop,
         contextlib.closing(cast(Any, run_loop(loop, state, iterations_per_call=calls))) as reports,
     ):
         try:
             for report, program in reports:
-                stop.defer()
-                state, steps = program.state, report.env_steps - previous
-                previous = report.env_steps
+                stop.pause()
+                state, now = program.state, int(program.state.env_steps.sum())
+                steps, previous = now - previous, now
                 timing.compile_s += report.compile_s
                 timing.wall_s += report.wall_s
-                timing.steps += steps * config.population
+                timing.steps += steps
                 timing.seconds += report.wall_s
                 if logger is not None:
-                    logger.write(_row(report, steps * config.population, timing))
+                    logger.write(_row(report, steps, timing))
                 is_last = report.iteration >= loop.num_iterations
                 stopping, saving = stop.agree(is_last or keeper.due())
                 if stopping or saving:
                     keeper.save(state, timing)
                 if stopping:
                     break
+                stop.watch()
             # Asked again: a signal may have come while the last checkpoint was written.
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
-        except sebulba.ActorError:
-            # Not with ranks: saving would wait for the others, which wait for this one.
-            if ranks.world_size == 1 and keeper.saved_at != int(state.iteration):
+        except _OverdueError:
+            if keeper.saved_at != int(state.iteration.flatten()[0]):
                 keeper.save(state, timing)
-            raise
+            raise Interrupted(
+                f"stopped at iteration {keeper.saved_at}, in the middle of the next; go on with resume={keeper.run_dir}"
+            ) from None
         except NonFiniteError as error:
-            path = keeper.dump(error)
+            path, wrong = keeper.dump(error), _not_finite(error.trajectory.timestep)
+            advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
+            if wrong:
+                advice = f"The environment gave numbers that are not finite: {', '.join(wrong)}."
             raise NonFiniteErrorInRun(
                 f"a gradient of iteration {error.iteration} is not finite; the trajectory it came from is in {path}. "
-                "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check rewards and observations."
+                + advice
             ) from error
+        except Exception as error:
+            # Not with ranks: saving would wait for the others, which wait for this one.
+            savable = isinstance(loop, Sebulba) and ranks.world_size == 1 and not isinstance(error, OSError)
+            if savable and timing.steps and keeper.saved_at != int(state.iteration):
+                keeper.save(state, timing)
+            if keeper.saved_at is not None:
+                error.add_note(f"Iteration {keeper.saved_at} is saved; go on with resume={keeper.run_dir}")
+            raise
     return pytree.tree_map(torch.clone, state), timing
+
+
+def _not_finite(tree: Tree) -> list[str]:
+    """Names of the leaves that hold NaN or infinity."""
+    leaves = pytree.tree_flatten_with_path(tree)[0]
+    return [pytree.keystr(path).lstrip(".") for path, x in leaves if x.is_floating_point() and not x.isfinite().all()]
 
 
 class NonFiniteErrorInRun(FloatingPointError):
@@ -272,6 +318,7 @@ def _check_contract(env: Env, name: str, device: torch.device) -> None:
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error
     except Exception as error:
+        getattr(env, "close", lambda: None)()
         raise ConfigError(
             f"env={name} fails within 100 steps: {type(error).__name__}: {error} (TORCHPOD_TRACEBACK=1 shows where)."
         ) from error
@@ -289,24 +336,34 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
     return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 
 
+class _OverdueError(Exception):
+    """The call that was running when a signal came has not ended in time."""
+
+
 class _StopFlag:
     """SIGTERM and SIGINT ask for a stop after the running call; before the first report they stop at once.
 
-    So does a second SIGINT, but not under torchrun, which passes on the one that the ranks have got already.
+    A call that goes on for longer than `GRACE_S` is given up, which loses what it has done; not with ranks, which wait
+    for each other. A second SIGINT stops at once, but not under torchrun, which passes on the one that the ranks have
+    got already.
     """
+
+    GRACE_S = 4.0
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._deferred = self._asked = False
+        self._deferred = self._asked = self._calling = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> "_StopFlag":
         with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._old[number] = signal.signal(number, self._handle)
+            self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._overdue)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.pause(self._deferred)
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
@@ -315,10 +372,22 @@ class _StopFlag:
         if not self._deferred or insisting:
             raise Interrupted(f"stopped by {signal.Signals(number).name} without a new checkpoint")
         self._asked = True
+        if self._calling and self._ranks.world_size == 1:
+            signal.setitimer(signal.ITIMER_REAL, self.GRACE_S)
 
-    def defer(self) -> None:
-        """From now on there is something to save: finish the call first."""
-        self._deferred = True
+    def _overdue(self, number: int, frame: Any) -> None:
+        if self._calling:
+            raise _OverdueError
+
+    def pause(self, deferred: bool = True) -> None:
+        """A call has ended, and there is something to save."""
+        self._deferred, self._calling = deferred, False
+        if signal.SIGALRM in self._old:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def watch(self) -> None:
+        """The next call begins: it may be given up."""
+        self._calling = True
 
     def agree(self, save_due: bool) -> tuple[bool, bool]:
         """Whether any rank was asked to stop, and whether a checkpoint is due on any."""
@@ -351,7 +420,7 @@ def summarise(
         summary["unhealthy_members"] = (~state.learner.healthy).nonzero().flatten().tolist()
     return summary | {
         "unfinished_episodes": int((~evaluation.finished).sum()),
-        "env_steps": int(state.env_steps.flatten()[0]),
+        "env_steps": int(state.env_steps.double().mean()),
         "env_steps_per_s": timing.steps / timing.seconds if timing.seconds else None,
         "wall_s": timing.wall_s,
         "compile_s": timing.compile_s,
@@ -418,4 +487,5 @@ def _write_members(run_dir: Path, config: TrainConfig, state: RunState, summary:
         write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
         with Logger(folder, resume_at=0) as logger:
             for row in rows:
-                logger.write({name: value[p] if isinstance(value, list) else value for name, value in row.items()})
+                own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}
+                logger.write(own | {"env_steps_per_s": row["env_steps_per_s"] / config.population})

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import fcntl
 import functools
 import importlib.metadata
 import os
@@ -9,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,10 @@ from torchpod.distributed import Ranks
 from torchpod.metrics import METRICS_FILE
 
 JOB = "TORCHELASTIC_RUN_ID"
-MAY_CHANGE = ("total_env_steps", "device", "threads", "compile", "loop", "logger", "checkpoint", "evaluation")
+MAY_CHANGE = (
+    *("total_env_steps", "device", "threads", "compile", "logger", "checkpoint", "evaluation"),
+    *("loop.iterations_per_call", "loop.num_actor_threads", "loop.queue_size", "loop.timeout_s"),
+)
 """What a resumed run takes from the new settings, where they were given: it stays the same run."""
 
 
@@ -57,12 +62,12 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
       ConfigError: for any other setting that was given and differs.
     """
     settings, given = read_config(source).to_dict(), config.to_dict()
-    names = {"experiment": "experiment_name", "algo": "algo.name", "env": "env.name"}
+    names = {"experiment": "experiment_name", "algo": "algo.name", "env": "env.name", "loop": "loop.name"}
     for key in config.given:
         *path, name = names.get(key, key).split(".")
         old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
         moved = key == "env" and Path(str(old.get(name))).name == Path(str(new.get(name))).name  # a file of the user's
-        if moved or [*path, name][0] in MAY_CHANGE:
+        if moved or ".".join([*path, name]) in MAY_CHANGE or [*path, name][0] in MAY_CHANGE:
             old[name] = new[name]
         elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
             raise ConfigError(
@@ -118,12 +123,40 @@ def _create_run_dir(config: TrainConfig) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keeps other processes out of a run folder while this one writes to it.
+
+    Raises:
+      ConfigError: if another process is in it.
+    """
+    with checkpoint.writing(run_dir):
+        file = (run_dir / ".lock").open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{run_dir} is in use by another process; wait until it ends, or choose another run_dir."
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
 def save_state(run_dir: Path, state: RunState, meta: dict[str, Any], ranks: Ranks, keep: int) -> Path:
     """Writes a checkpoint of a whole run."""
     weights = state.learner.params | state.learner.buffers
     iteration = int(state.iteration.flatten()[0])
     meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
     return checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep)
+
+
+def changes(meta: dict[str, Any]) -> str:
+    """What bits depend on and is not as it was when a checkpoint was written; empty if nothing."""
+    now = {**versions(), "threads": torch.get_num_threads()}
+    then = {**meta.get("versions", {}), "threads": meta.get("threads")}
+    return ", ".join(f"{name} ({then.get(name)} -> {now.get(name)})" for name in now if now[name] != then.get(name))
 
 
 def write_text(path: Path, text: str) -> None:

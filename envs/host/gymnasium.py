@@ -1,5 +1,7 @@
 """Gymnasium environments as host environments: any registered id, and classes or factories of one's own."""
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ class Gymnasium:
     Gymnasium's vector environments reset at the step after the last (`AutoresetMode.NEXT_STEP`), as the contract
     wants it: the final observation is seen, and the step that resets is a `FIRST`. The keys of `init` seed the
     environments, once; from then on they draw from their own generators, and the keys of `step` are not used.
+    Actions are clipped to their bounds.
 
     Args:
       task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
@@ -66,6 +69,7 @@ class Gymnasium:
         self.close()
         makers, mode = [self._make] * keys.shape[0], AutoresetMode.NEXT_STEP
         if self._processes:
+            makers = [functools.partial(_in_worker, self._make)] * keys.shape[0]
             self._envs = AsyncVectorEnv(makers, autoreset_mode=mode, context="forkserver")
         else:
             self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
@@ -79,7 +83,12 @@ class Gymnasium:
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
         """See `Env.step`."""
-        observation, reward, terminated, truncated, _ = self._envs.step(action.numpy() + self._first_action)
+        native = action.numpy()
+        if isinstance(self.spec.action, Box):
+            native = native.clip(self.spec.action.low, self.spec.action.high)
+        else:
+            native = native + self._first_action
+        observation, reward, terminated, truncated, _ = self._envs.step(native)
         timestep = make_timestep(
             self._observation(observation),
             torch.from_numpy(reward).float(),
@@ -98,6 +107,12 @@ class Gymnasium:
 
     def _observation(self, observation: Any) -> Tree:
         return to_tensors(observation, self.spec.observation)
+
+
+def _in_worker(make: Callable[[], Any]) -> Any:
+    """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself."""
+    os.setpgrp()
+    return make()
 
 
 def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:

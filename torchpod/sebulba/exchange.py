@@ -60,14 +60,13 @@ class Exchange:
 
     Args:
       phases: of each actor, for the watchdog.
-      first: number of the first unroll, and of the first version: iterations done so far.
       lag: unroll n waits for version `n - lag`, or takes the newest if None.
       capacity: trajectories that an actor may be ahead of the learner; then it waits.
       timeout_s: an environment step that takes longer is an error.
     """
 
-    def __init__(self, phases: list[Phases], *, first: int, lag: int | None, capacity: int, timeout_s: float) -> None:
-        self._phases, self._first, self._lag = phases, first, lag
+    def __init__(self, phases: list[Phases], *, lag: int | None, capacity: int, timeout_s: float) -> None:
+        self._phases, self._lag = phases, lag
         self._capacity, self._timeout_s = capacity, timeout_s
         self._changed = threading.Condition()
         self._queues: list[deque[Item]] = [deque() for _ in phases]
@@ -155,7 +154,7 @@ class Exchange:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             actor, error = self._failure
-            raise ActorError(f"actor thread {actor} failed: {type(error).__name__}: {error}") from error
+            raise ActorError(f"actor thread {actor} failed: {type(error).__name__}: {error}.") from error
         for actor, phases in enumerate(self._phases):
             waited = time.perf_counter() - phases.since
             if phases.name == "environment" and waited > self._timeout_s:

@@ -30,7 +30,7 @@ from torchpod.sebulba.actor import Actor, make_act
 from torchpod.sebulba.exchange import Exchange, Item
 from torchpod.types import Carry, Trajectory, Tree
 
-JOIN_S = 5.0
+JOIN_S = 4.0
 """How long the end of a run waits for a thread that does not come back from its environments."""
 
 
@@ -229,7 +229,6 @@ class Program:
         self._actors = sebulba.actors(state)
         self._exchange = Exchange(
             [actor.phases for actor in self._actors],
-            first=first,
             lag=None if lag == "free" else lag,
             capacity=sebulba.config.queue_size,
             timeout_s=sebulba.config.timeout_s,
@@ -249,11 +248,6 @@ class Program:
     def healthy(self) -> bool:
         """Whether all gradients so far were finite."""
         return bool(self._state.learner.healthy)
-
-    @property
-    def env_steps(self) -> int:
-        """Transitions on all ranks."""
-        return int(self._state.env_steps)
 
     @property
     def state(self) -> RunState:
@@ -291,8 +285,9 @@ class Program:
     def close(self) -> None:
         """Ends the threads and closes the environments."""
         self._exchange.close()
+        deadline = time.perf_counter() + JOIN_S
         for actor in self._actors:
-            actor.join(JOIN_S)
+            actor.join(max(0.0, deadline - time.perf_counter()))
 
 
 def train(
@@ -320,8 +315,11 @@ def train(
                 iteration += 1
                 if not program.healthy:
                     raise NonFiniteError(iteration, program.trajectory)
-            metrics, env_steps = mean_metrics(history), program.env_steps
-            yield Report(iteration, env_steps, metrics, time.perf_counter() - began, compile_s), program
+            metrics = mean_metrics(history)
+            yield (
+                Report(iteration, program.state.env_steps.tolist(), metrics, time.perf_counter() - began, compile_s),
+                program,
+            )
             compile_s = 0.0
     finally:
         program.close()
