@@ -289,6 +289,6 @@ class TestDisk:
             "TORCHPOD train resume=run total_env_steps=128; echo $?; TORCHPOD eval run > /dev/null; echo $?",
             tmp_path,
         )
-        assert result.stderr.startswith("torchpod: error: run/config.yaml cannot be written (Read-only file system)")
+        assert result.stderr.startswith("torchpod: error: run cannot be written (Read-only file system)")
         assert result.stderr.count("\n") == 1
         assert result.stdout == "1\n0\n"

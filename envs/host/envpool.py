@@ -37,6 +37,7 @@ class EnvPool:
 
     EnvPool resets at the step after the last and ignores its action, as the contract wants it. Observations of uint8,
     float32 and bool are EnvPool's own arrays, not copied; every step has new ones, so those held stay as they are.
+    Images are copied, from `[C, H, W]` to `[H, W, C]`.
     The keys of `init` seed the environments, once; the keys of `step` are not used.
 
     With `episodic_life=True` a lost life of an Atari game is a termination; `extras["game_over"]` is the true end, and

@@ -1,7 +1,9 @@
 """Gymnasium environments as host environments: any registered id, and classes or factories of one's own."""
 
 import functools
+import multiprocessing
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +90,12 @@ class Gymnasium:
             native = native.clip(self.spec.action.low, self.spec.action.high)
         else:
             native = native + self._first_action
-        observation, reward, terminated, truncated, _ = self._envs.step(native)
+        try:
+            observation, reward, terminated, truncated, _ = self._envs.step(native)
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(
+                f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
+            ) from error
         timestep = make_timestep(
             self._observation(observation),
             torch.from_numpy(reward).float(),
@@ -101,9 +108,18 @@ class Gymnasium:
 
     def close(self) -> None:
         """Ends worker processes and frees what the environments hold."""
-        if self._envs is not None:
-            self._envs.close()
-            self._envs = None
+        if self._envs is None:
+            return
+        envs, self._envs = self._envs, None
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*waiting for a pending call", UserWarning)
+                envs.close()
+        except (EOFError, OSError):  # a worker is gone, and does not answer
+            for process in envs.processes:
+                process.terminate()
+                process.join()
+            envs.closed = True
 
     def _observation(self, observation: Any) -> Tree:
         return to_tensors(observation, self.spec.observation)
@@ -111,12 +127,13 @@ class Gymnasium:
 
 def _in_worker(make: Callable[[], Any]) -> Any:
     """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself."""
-    os.setpgrp()
+    if multiprocessing.parent_process() is not None:  # Gymnasium makes one in the run's own process too, to look at
+        os.setpgrp()
     return make()
 
 
 def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:
-    """The spec of a Gymnasium space.
+    """The spec of a Gymnasium space. Images of bytes `[C, H, W]` become `[H, W, C]`, as everywhere here.
 
     Raises:
       ValueError: for a space that no agent here could read or act in.
@@ -135,13 +152,18 @@ def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:
     if isinstance(space, spaces.Discrete):
         return Array(())  # a number that may be negative, or never 0: no index
     if isinstance(space, spaces.Box | spaces.MultiBinary) and not action:
-        return Array(space.shape, torch.uint8 if space.dtype == np.uint8 else torch.float32)
+        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
+        channels_first = len(space.shape) == 3 and dtype == torch.uint8 and space.shape[0] < min(space.shape[1:])
+        return Array((*space.shape[1:], space.shape[0]) if channels_first else space.shape, dtype)
     choice = "Box or Discrete" if action else "Box, Discrete, MultiBinary, or Dict of these"
     raise ValueError(f"{where} is {space}; use {choice}.")
 
 
 def to_tensors(observation: Any, spec: SpecTree) -> Tree:
-    """Arrays as tensors of the spec's types; shares memory where the type is right already."""
+    """Arrays as tensors of the spec's types; shares memory where type and order of axes are right already."""
     if isinstance(spec, dict):
         return {name: to_tensors(observation[name], inner) for name, inner in spec.items()}
-    return torch.from_numpy(np.ascontiguousarray(observation)).to(spec.dtype)
+    tensor = torch.from_numpy(np.ascontiguousarray(observation)).to(spec.dtype)
+    if tensor.shape[1:] != spec.shape:  # an image with channels first
+        tensor = tensor.movedim(1, -1).contiguous()
+    return tensor

@@ -1,13 +1,18 @@
 """Runs with loop=sebulba from the command line: what users of host environments do."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from torchpod import checkpoint
 from torchpod.main import main
-from torchpod.sebulba import ActorError
 
 SMALL = (
     "loop=sebulba",
@@ -21,6 +26,8 @@ SMALL = (
 )
 STEPS = 4 * 8
 ENVIRONMENT = '''
+import time
+
 import gymnasium
 import numpy as np
 
@@ -48,6 +55,32 @@ class Corridor(gymnasium.Env):
 
     def _observe(self):
         return np.array([self.position / self.length], np.float32)
+
+
+class Spaceless(gymnasium.Env):
+    pass
+
+
+class Missing(Corridor):
+    def __init__(self):
+        raise FileNotFoundError("no assets")
+
+
+class Slow(Corridor):
+    """Sleeps for 40 s at every step after the first 300."""
+
+    def step(self, action):
+        if self.count > 300:
+            time.sleep(40)
+        return super().step(action)
+
+
+class Endless(Corridor):
+    """Gives a reward that is no number after 100 steps."""
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return observation, reward if self.count < 100 else float("nan"), *rest
 
 
 def corridor(length: int = 3) -> gymnasium.Env:
@@ -86,11 +119,14 @@ def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
     assert json.loads(Path("run/summary.json").read_text())["eval_return"]["episodes"] == 2
 
 
-def test_a_broken_environment_leaves_a_checkpoint_and_its_traceback():
-    with pytest.raises(ActorError, match="actor thread . failed: OSError: the corridor is closed") as caught:
-        train("env=corridor.py:Corridor", "+env.breaks=120", f"total_env_steps={40 * STEPS}", "run_dir=run")
-    assert isinstance(caught.value.__cause__, OSError)
+def test_a_broken_environment_leaves_a_checkpoint_and_its_traceback(capsys):
+    assert train("env=corridor.py:Corridor", "+env.breaks=120", f"total_env_steps={40 * STEPS}", "run_dir=run") == 1
     name = checkpoint.latest(Path("run")).name
+    *trace, message = capsys.readouterr().err.splitlines()
+    assert trace[0].startswith("Traceback") and any("corridor.py" in line for line in trace)
+    assert message.startswith("torchpod: error: actor thread ") and message.endswith(
+        f"failed: OSError: the corridor is closed. Iteration {int(name)} is saved; go on with resume=run"
+    )
     assert 14 < int(name) < 20  # 120 steps of an environment, and the resets between its episodes
     assert main(["train", "resume=run", f"total_env_steps={22 * STEPS}"]) == 0
     assert int(checkpoint.latest(Path("run")).name) > int(name)
@@ -107,7 +143,12 @@ def test_a_broken_environment_leaves_a_checkpoint_and_its_traceback():
         (["env=gymnasium", "loop.num_actor_threads=3"], "cannot be split by loop.num_actor_threads=3"),
         (["env=gymnasium", "algo=a2c"], "cannot correct for loop.lag=1; use loop.lag=0"),
         (["env=gymnasium", "population=2"], "population=2 needs loop=anakin"),
-        (["env=cartpole", "loop=anakin", "loop.lag=1"], "loop.lag is no setting"),
+        (["env=cartpole", "loop=anakin", "loop.lag=1"], "loop.lag is a setting of the other loop; add loop=sebulba"),
+        (["env=corridor.py:Spaceless"], "cannot be made with {}: AttributeError: 'Spaceless' object has no attribute"),
+        (["env=corridor.py:Missing"], "cannot be made with {}: FileNotFoundError: no assets"),
+        (["env=corridor.py:Corridor", "env.length=3"], "env.length is added by a plus sign; write '+env.length=3'"),
+        (["env=cartpole", "algo.agent.hidden=[]"], "hidden=[], width=1 and depth=1 must be at least 1 each"),
+        (["env=cartpole", "algo.agent.clip=-1"], "algo.agent.clip=-1 must lie from 0 to inf"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_sentence(capsys, overrides, message):
@@ -115,3 +156,122 @@ def test_what_cannot_work_is_said_in_one_sentence(capsys, overrides, message):
     error = capsys.readouterr().err
     assert error.startswith("torchpod: error: ") and error.count("\n") == 1
     assert message in error
+
+
+def test_what_a_resumed_run_cannot_change_is_said(capsys):
+    assert train("env=corridor.py:Corridor", f"total_env_steps={2 * STEPS}", "run_dir=run") == 0
+    before = Path("run/config.yaml").read_bytes()
+    for given, message in {
+        "loop.lag=0": "loop.lag=0 cannot change: run has 1",
+        "loop=anakin": "loop.name=anakin cannot change: run has sebulba",
+        "loop.refresh=step": "loop.refresh=step cannot change: run has unroll",
+        "total_env_steps=1": f"run is finished; to go on, give more than total_env_steps={2 * STEPS}",
+    }.items():
+        capsys.readouterr()
+        main(["train", "resume=run", given])
+        assert message in "".join(capsys.readouterr())
+    assert Path("run/config.yaml").read_bytes() == before
+    assert main(["train", "resume=run", "loop.num_actor_threads=1", f"total_env_steps={3 * STEPS}"]) == 0
+    assert int(checkpoint.latest(Path("run")).name) == 3
+
+
+def test_a_reward_that_is_no_number_is_named(capsys):
+    assert train("env=corridor.py:Endless", f"total_env_steps={40 * STEPS}", "run_dir=run") == 1
+    assert "The environment gave numbers that are not finite: reward, extras" in capsys.readouterr().err
+    assert list(Path("run/nan").iterdir())
+
+
+def start(*overrides):
+    """A run in a process group of its own."""
+    command = [sys.executable, "-m", "torchpod", "train", *SMALL, *overrides]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_rows(num, process):
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if Path("run/metrics.jsonl").is_file() and len(Path("run/metrics.jsonl").read_text().splitlines()) >= num:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {num} rows: {process.communicate()}")
+
+
+def group_is_empty(process):
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_whose_environment_is_slow_stops_within_seconds(number):
+    process = start("env=corridor.py:Slow", "total_env_steps=1_000_000", "run_dir=run")
+    wait_for_rows(36, process)
+    time.sleep(2.0)  # now every thread sleeps
+    began = time.monotonic()
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    saved = int(checkpoint.latest(Path("run")).name)
+    assert error == f"torchpod: stopped at iteration {saved}, in the middle of the next; go on with resume=run\n"
+    assert process.returncode == 130 and saved >= 36
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(number):
+    process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
+    wait_for_rows(3, process)
+    os.killpg(process.pid, number)
+    _, error = process.communicate(timeout=60)
+    saved = int(checkpoint.latest(Path("run")).name)
+    assert (process.returncode, error) == (130, f"torchpod: stopped at iteration {saved}; go on with resume=run\n")
+    assert group_is_empty(process)
+
+
+def test_a_worker_process_that_is_killed_ends_the_run():
+    process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
+    wait_for_rows(3, process)
+    children = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    server = [int(line.split()[0]) for line in children.splitlines() if "multiprocessing.forkserver" in line]
+    workers = [pid for pid in server if os.getpgid(pid) == pid and parent_of(pid) in server]
+    began = time.monotonic()
+    os.kill(workers[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    message = error.splitlines()[-1]
+    assert error.startswith("Traceback") and process.returncode == 1
+    assert "RuntimeError: a worker process of CartPole-v1 is gone" in message
+    assert message.startswith("torchpod: error: actor thread ") and message.endswith("go on with resume=run")
+    assert group_is_empty(process)
+    assert not any(alive(pid) for pid in workers)
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_two_processes_do_not_share_a_run_folder(capsys):
+    process = start("env=corridor.py:Corridor", "total_env_steps=1_000_000", "run_dir=run")
+    wait_for_rows(1, process)
+    with locked_out(capsys):
+        train("env=corridor.py:Corridor", f"total_env_steps={STEPS}", "run_dir=run", "resume=auto")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+
+
+@contextlib.contextmanager
+def locked_out(capsys):
+    capsys.readouterr()
+    yield
+    assert "run is in use by another process; wait until it ends" in capsys.readouterr().err

@@ -128,3 +128,28 @@ def test_a_space_that_no_agent_reads_is_refused(make, sentence):
     with pytest.raises(ValueError) as error:
         Gymnasium(make)
     assert str(error.value).startswith(sentence)
+
+
+class Strict(gymnasium.Env):
+    """Takes no action out of its bounds; shows an image with channels first."""
+
+    observation_space = spaces.Box(0, 255, (4, 10, 12), np.uint8)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return np.arange(480, dtype=np.uint8).reshape(4, 10, 12), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.reset()[0], float(action.sum()), False, False, {}
+
+
+def test_actions_are_clipped_and_images_have_their_channels_last():
+    env = Gymnasium(Strict)
+    assert env.spec.observation == Array((10, 12, 4), torch.uint8)
+    _, first = env.init(keys(2))
+    _, timestep = env.step(None, torch.tensor([[3.0, -0.5], [-7.0, -9.0]]), keys(2))
+    assert timestep.reward.tolist() == [0.5, -2.0]
+    expected = torch.from_numpy(Strict().reset()[0]).movedim(0, -1).expand(2, -1, -1, -1)
+    assert torch.equal(first.observation, expected) and torch.equal(timestep.observation, expected)
+    env.close()
