@@ -2,18 +2,22 @@
 
     torchpod bench gpu [--json FILE] [--quick]
 
-Correctness first: one iteration from the same carry, eager against compiled against captured; a replay under the
-profiler, in which the host must not wait for the device. Then PPO CartPole at several sizes: steps per second, kernels
-per iteration, capture time, memory. With `device="cpu"` the same code runs uncaptured, which is how it is tested.
+Correctness first: random words as on the CPU; one iteration from the same carry, eager against compiled against
+captured, where the captured one must also agree in every integer; a replay under the profiler, in which the host must
+not wait for the device. Then PPO CartPole at several sizes: steps per second, kernels per iteration, capture time,
+memory. With `device="cpu"` the same code runs uncaptured, which is how it is tested.
 """
 
 import os
 import sys
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from torchpod import random
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench import harness
@@ -24,7 +28,7 @@ from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 
 NUM_ENVS = (1024, 4096, 16_384, 65_536)
-SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 TOLERANCE = 1e-4
 """On parameters after one iteration: floats differ by ulps between eager, compiled and captured kernels."""
 
@@ -87,6 +91,15 @@ def correctness(device: str, num_envs: int) -> tuple[list[Row], list[str]]:
         rows.append(make.alone(f"difference_{a}_{b}/{num_envs}", difference, "largest over parameters"))
         if not difference <= TOLERANCE:
             failures.append(f"{b} differs from {a} by {difference:.2e} after one iteration; {TOLERANCE} is allowed.")
+    unlike = different_integers(results["compiled"], results["captured"])
+    rows.append(make.alone(f"different_integers_compiled_captured/{num_envs}", len(unlike), "leaves"))
+    if unlike:
+        failures.append(f"captured and compiled differ after one iteration in {unlike}.")
+    keys = random.split(random.key(3), num_envs)
+    same = torch.equal(random.bits(keys, 8), random.bits(keys.to(device), 8).cpu())
+    rows.append(make.alone(f"random_words_as_on_cpu/{num_envs}", int(same), "bool"))
+    if not same:
+        failures.append(f"random words on {device} are not those on the CPU.")
     syncs = host_syncs(replay)
     rows.append(make.alone(f"host_syncs_per_replay/{num_envs}", len(syncs), "calls"))
     if syncs:
@@ -97,6 +110,12 @@ def correctness(device: str, num_envs: int) -> tuple[list[Row], list[str]]:
 def largest_difference(a: RunState, b: RunState) -> float:
     """Over all parameters."""
     return max(float((x - b.learner.params[name]).abs().max()) for name, x in a.learner.params.items())
+
+
+def different_integers(a: RunState, b: RunState) -> list[str]:
+    """Names of the leaves of whole numbers - keys, actions' consequences, counters - that are not equal."""
+    pairs = zip(pytree.tree_flatten_with_path(a)[0], pytree.tree_leaves(b), strict=True)
+    return [pytree.keystr(path) for (path, x), y in pairs if not x.is_floating_point() and not torch.equal(x, y)]
 
 
 def host_syncs(replay: Replay) -> list[str]:
@@ -114,11 +133,18 @@ def host_syncs(replay: Replay) -> list[str]:
     events = profile.events()
     if events is None:
         return []
+    return waits(events)
+
+
+def waits(events: Iterable[Any]) -> list[str]:
+    """Names of the events within the range "replay" in which the host waits, or a copy to it goes on."""
+    events = list(events)
     window = next(e.time_range for e in events if e.name == "replay")
     return [
         e.name
         for e in events
-        if any(sync in e.name for sync in SYNCS) and window.start <= e.time_range.start <= window.end
+        if "Memcpy DtoH" in e.name
+        or (any(sync in e.name for sync in SYNCS) and window.start <= e.time_range.start <= window.end)
     ]
 
 
@@ -131,14 +157,15 @@ def throughput(device: str, num_envs: int, iterations: int) -> list[Row]:
     setup_s = time.perf_counter() - began
     replay()
     _wait(device)
-    times = []
+    rates = []
     for _ in range(3):
-        began = time.perf_counter()
+        steps, began = int(replay.state.env_steps), time.perf_counter()
         for _ in range(iterations):
             replay()
         _wait(device)
-        times.append(time.perf_counter() - began)
-    rates = sorted(iterations * 128 * num_envs / t for t in times)
+        seconds = time.perf_counter() - began
+        rates.append((int(replay.state.env_steps) - steps) / seconds)
+    rates.sort()
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     make = RowMaker()
     return [

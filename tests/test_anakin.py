@@ -159,3 +159,47 @@ def test_environments_actors_and_learner_have_keys_of_their_own(seed):
     state = make().init(seed)
     keys = torch.cat([state.env_keys, state.actor_keys, state.learner_keys]).tolist()
     assert len({tuple(k) for k in keys}) == 12
+
+
+def test_a_call_that_is_interrupted_leaves_the_state_of_the_last_report(seed, monkeypatch):
+    anakin = make()
+    iterate, calls = anakin.iterate, []
+
+    def interrupted(state):
+        calls.append(1)
+        if len(calls) == 6:  # one to warm up, three of the first call, one of the second
+            raise KeyboardInterrupt
+        return iterate(state)
+
+    monkeypatch.setattr(anakin, "iterate", interrupted)
+    reports = train(anakin, anakin.init(seed), iterations_per_call=3)
+    _, replay = next(reports)
+    before = pytree.tree_map(torch.clone, replay.state)
+    with pytest.raises(KeyboardInterrupt):
+        next(reports)
+    assert int(replay.state.iteration) == 3
+    pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), replay.state, before)
+
+
+class CursedIfSlow(Cursed):
+    """As `Cursed`, for members whose first environment begins with the cart on the left."""
+
+    def reset(self, keys):
+        state = super().reset(keys)
+        state[:, 4] = torch.where(state[0, 0] < 0, 0.0, 1000.0)
+        return state
+
+
+@pytest.mark.parametrize("iterations_per_call", [1, 4])
+def test_members_that_fail_are_reported_with_their_trajectory_while_others_go_on(iterations_per_call):
+    def failing(seed):
+        return make(CursedIfSlow()).init(seed).carry.timestep.observation[0, 0] < 0
+
+    bad = next(seed for seed in range(100) if failing(seed) and not failing(seed + 1))
+    anakin = make(CursedIfSlow(), compiler=Compiler(enabled=False, population=2))
+    reports = [report for report, _ in train(anakin, anakin.init(bad), iterations_per_call=iterations_per_call)]
+    failures = [report.failure for report in reports if report.failure is not None]
+    assert len(failures) == 1 and failures[0].iteration == 3  # the tenth step
+    nan = failures[0].trajectory.timestep.reward.isnan()
+    assert nan[0].any() and not nan[1].any()
+    assert reports[-1].metrics["healthy"].tolist() == [0.0, 1.0]

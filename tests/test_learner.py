@@ -389,3 +389,21 @@ def test_ranks_sum_one_flat_gradient_per_optimizer_step_and_the_moments_once_an_
     gradient = sum(p.numel() for p in agent.parameters())
     gradient += len(metrics.keys() - {"grad_norm", "healthy"})  # the other metrics travel with it
     assert Counted.sizes == [moments, gradient, gradient] * 3
+
+
+def test_weights_sum_to_one_however_small_they_are(seed):
+    """So that an agent may weigh its rows by importance."""
+    size = 6
+    trajectory, keys = experience(seed, 16, size), random.split(random.key(seed), size)
+    ends = []
+    for scale in (1.0, 1e-3):
+        torch.manual_seed(seed)
+        agent = Quadratic()
+        plain = agent.prepare
+        agent.prepare = lambda t, k, scale=scale, plain=plain: Batch(
+            plain(t, k).steps | {"weight": scale * plain(t, k).steps["weight"]}
+        )
+        learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=2), num_iterations=1)
+        ends.append(learner.update(learner.init(*variables_of(agent)), trajectory, keys)[0].params)
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-6)

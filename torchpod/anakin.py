@@ -49,6 +49,14 @@ class RunState(NamedTuple):
     """`[lag, ...]` parameters and buffers of the updates before the last, with which Sebulba's actors may still act."""
 
 
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was not finite. `trajectory` and `iteration` say from what."""
+
+    def __init__(self, iteration: int, trajectory: Trajectory) -> None:
+        super().__init__(f"the gradient of iteration {iteration} is not finite")
+        self.iteration, self.trajectory = iteration, trajectory
+
+
 class Report(NamedTuple):
     """What one call to the device brought back."""
 
@@ -61,14 +69,8 @@ class Report(NamedTuple):
     """Of the call, without compilation."""
     compile_s: float
     """Spent on compilation, warm-up and capture before the first call; 0 in later reports."""
-
-
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient was not finite. `trajectory` and `iteration` say from what."""
-
-    def __init__(self, iteration: int, trajectory: Trajectory) -> None:
-        super().__init__(f"the gradient of iteration {iteration} is not finite")
-        self.iteration, self.trajectory = iteration, trajectory
+    failure: NonFiniteError | None = None
+    """Of members of a population whose gradient was not finite in this call, while others go on."""
 
 
 def init_state(
@@ -222,13 +224,14 @@ def train(
             replay.load(before)  # a call that is interrupted leaves the state of the last report
             raise
         metrics = mean_metrics(history)
-        if not replay.state.learner.healthy.any():
-            raise _find_failure(anakin, before, count)
+        failure = None
+        if (before.learner.healthy & ~replay.state.learner.healthy).any():
+            failure = _find_failure(anakin, before, count)
+            if not replay.state.learner.healthy.any():
+                raise failure
         iteration += count
-        yield (
-            Report(iteration, replay.state.env_steps.tolist(), metrics, time.perf_counter() - began, compile_s),
-            replay,
-        )
+        env_steps, seconds = replay.state.env_steps.tolist(), time.perf_counter() - began
+        yield Report(iteration, env_steps, metrics, seconds, compile_s, failure), replay
         compile_s = 0.0
 
 
@@ -236,7 +239,7 @@ def _find_failure(anakin: Anakin, state: RunState, count: int) -> NonFiniteError
     """Runs the iterations of a failed call again, one by one: the same keys give the same numbers."""
     for _ in range(count):
         after, _ = anakin.iterate(state)
-        if not after.learner.healthy.any():
+        if (state.learner.healthy & ~after.learner.healthy).any():
             break
         state = after
     _, trajectory = anakin.rollout(state)

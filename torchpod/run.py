@@ -231,6 +231,8 @@ def _train(
                 timing.wall_s += report.wall_s
                 timing.steps += steps
                 timing.seconds += report.wall_s
+                if report.failure is not None:
+                    keeper.dump(report.failure)
                 if logger is not None:
                     logger.write(_row(report, steps, timing))
                 is_last = report.iteration >= loop.num_iterations

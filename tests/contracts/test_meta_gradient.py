@@ -115,3 +115,18 @@ def test_a_population_of_meta_gradients_by_vmap(seed):
 
     single = torch.stack([gradient(d) for d in discounts])
     torch.testing.assert_close(torch.vmap(gradient)(discounts), single, rtol=1e-8, atol=1e-12)
+
+
+def test_a_gradient_that_is_zero_in_the_first_update_leaves_the_meta_gradient_finite(seed):
+    learner, start, trajectories, keys = setting(seed)
+
+    def fn(scale):
+        weighted = trajectories[0]._replace(
+            timestep=trajectories[0].timestep._replace(reward=0 * trajectories[0].timestep.reward)
+        )
+        zero = {name: scale * torch.zeros_like(value) for name, value in start.params.items()}
+        buffers = {name: 0 * start.buffers[name] for name in ("entropy_coefficient", "value_coefficient")}
+        return outer_loss(learner, start, [weighted, *trajectories[1:]], keys, params=zero, buffers=buffers)
+
+    gradient = torch.func.grad(fn)(torch.tensor(1.0, dtype=torch.float64))
+    assert gradient.isfinite()

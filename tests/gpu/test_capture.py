@@ -1,5 +1,7 @@
 """The captured iteration on a GPU; and, wherever the tests run, the same code uncaptured."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -19,8 +21,29 @@ def test_uncaptured_program_on_cpu_equals_eager_and_compiled(small_suite):
     assert [row.name for row in rows] == [
         "difference_eager_compiled/8",
         "difference_compiled_captured/8",
+        "different_integers_compiled_captured/8",
+        "random_words_as_on_cpu/8",
         "host_syncs_per_replay/8",
     ]
+
+
+def test_what_differs_and_what_waits_is_found():
+    state = gpu.build("cpu", 8, compiled=False).init(0)
+    other = state._replace(iteration=state.iteration + 1, episode_return=state.episode_return + 1)
+    assert gpu.different_integers(state, state) == [] and gpu.different_integers(state, other) == [".iteration"]
+
+    def event(name, start, end):
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event("cudaDeviceSynchronize", 0, 1),
+        event("replay", 2, 9),
+        event("cudaGraphLaunch", 3, 4),
+        event("cudaStreamSynchronize", 4, 5),
+        event("Memcpy DtoH (Device -> Pageable)", 10, 11),
+        event("cudaDeviceSynchronize", 12, 13),
+    ]
+    assert gpu.waits(events) == ["cudaStreamSynchronize", "Memcpy DtoH (Device -> Pageable)"]
 
 
 def test_a_replay_keeps_its_buffers_where_they_are():
