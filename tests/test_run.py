@@ -410,3 +410,51 @@ class TestPopulation:
         )
         assert trained.variables["discount"].tolist() == pytest.approx([0.5, 0.6])
         assert state(tmp_path / "p")[".learner.learning_rate['loss']"].tolist() == pytest.approx([1e-3, 1e-4])
+
+
+def test_tensorboard_gets_what_the_metrics_get_and_its_absence_changes_nothing(tmp_path: Path, monkeypatch):
+    run(tmp_path / "a", f"total_env_steps={2 * ITERATION}", "logger.tensorboard=true")
+    assert list((tmp_path / "a" / "tensorboard").glob("events*"))
+    run(tmp_path / "b", f"total_env_steps={2 * ITERATION}")
+    before = (tmp_path / "b" / "config.yaml").read_bytes()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    more = [f"resume={tmp_path / 'b'}", f"total_env_steps={3 * ITERATION}"]
+    with pytest.raises(ConfigError, match="logger.tensorboard=true needs TensorBoard"):
+        execute(load([*more, "logger.tensorboard=true"]))
+    assert (tmp_path / "b" / "config.yaml").read_bytes() == before
+    assert execute(load(more)).summary["env_steps"] > 0
+
+
+def test_a_profile_shows_the_ranges_of_an_iteration(tmp_path: Path):
+    script = """
+import torch
+from torchpod.main import train
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+    train(num_envs=4, total_env_steps=128, compile=False, overrides=[
+        "algo.unroll_length=8", "logger.console=false", "evaluation.episodes=1", "algo.agent.hidden=[8]"])
+print(sorted({e.name for e in profile.events() if e.name.startswith("torchpod/")}))
+"""
+    found = {}
+    for on in ("0", "1"):
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "TORCHPOD_PROFILE": on},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found[on] = result.stdout.splitlines()[-1]
+    names = ("act", "apply", "env_step", "gradient", "rollout", "update")
+    assert found == {"0": "[]", "1": str([f"torchpod/{name}" for name in names])}
+
+
+def test_other_threads_or_versions_are_said_on_resume(tmp_path: Path, capsys):
+    run(tmp_path / "a", f"total_env_steps={ITERATION}")
+    for threads in (1, 2):
+        capsys.readouterr()
+        execute(
+            load([f"resume={tmp_path / 'a'}", f"total_env_steps={(threads + 1) * ITERATION}", f"threads={threads}"])
+        )
+        said = capsys.readouterr().out
+        assert ("goes on with other threads (1 -> 2) than it was written with" in said) == (threads == 2)

@@ -63,8 +63,9 @@ def test_ppo_catches_with_every_seed():
     assert (final_returns("experiment=catch", "population=3") >= 0.95).all()
 
 
-def test_impala_catches_with_every_seed():
-    assert (final_returns("experiment=impala_catch", "population=3") >= 0.95).all()
+@pytest.mark.parametrize("experiment", ["a2c_catch", "impala_catch"])
+def test_a2c_and_impala_catch_with_every_seed(experiment):
+    assert (final_returns(f"experiment={experiment}", "population=3") >= 0.95).all()
 
 
 def sebulba_return(*overrides: str, folder: Path) -> float:
