@@ -116,3 +116,11 @@ def test_folder_is_importable_under_torchpod_alone(name: str) -> None:
     command = [sys.executable, "-c", f"import {name}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert f"ImportError: import torchpod.{name}, not {name}" in done.stderr
+
+
+def test_make_says_that_there_is_no_compiler() -> None:
+    """With everything else in place, so that nothing is set up here."""
+    command = ["make", "setup", f"READY={ROOT / 'Makefile'}", "CXX=no-such-compiler"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stderr.startswith("torchpod: no C++ compiler (no-such-compiler) found")
+    assert "install g++, or pass compile=false" in result.stderr and result.stderr.count("\n") == 1

@@ -78,12 +78,15 @@ def rows_written(run_dir: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_run_that_is_killed_ten_times_ends_as_if_nothing_had_happened(zygote: Zygote, tmp_path: Path):
+@pytest.mark.parametrize("interval_s", [0.0, 0.2])
+def test_a_run_that_is_killed_ten_times_ends_as_if_nothing_had_happened(
+    interval_s: float, zygote: Zygote, tmp_path: Path
+):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed={seed}")
     draw = random.Random(seed)
     kills, iterations = 10, 80
-    command = ("train", *CARTPOLE, f"total_env_steps={iterations * ITERATION}", "checkpoint.interval_s=0")
+    command = ("train", *CARTPOLE, f"total_env_steps={iterations * ITERATION}", f"checkpoint.interval_s={interval_s}")
     status, _, error = zygote.run(*command, "run_dir=whole", cwd=tmp_path)
     assert status == 0, error
     killed, killed_at = tmp_path / "killed", []

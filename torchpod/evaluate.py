@@ -14,7 +14,7 @@ from torchpod.agent import Agent, Variables
 from torchpod.compile import Compiler
 from torchpod.env import Env
 from torchpod.rollout import make_step, start
-from torchpod.types import Carry
+from torchpod.types import FIRST, Carry
 
 
 class Evaluation(NamedTuple):
@@ -23,7 +23,7 @@ class Evaluation(NamedTuple):
     returns: Tensor
     """`[E]` float32, sum of raw rewards (groups: sum over groups of the mean over agents)."""
     lengths: Tensor
-    """`[E]` int64, steps."""
+    """`[E]` int64, transitions; resets between the lives of a game are none."""
     finished: Tensor
     """`[E]` bool; False where `max_steps` came before the end of the episode."""
 
@@ -61,7 +61,8 @@ def evaluate(
         raw = pytree.tree_leaves(carry.timestep.extras["raw_reward"])
         reward = sum(leaf.reshape(num_episodes, -1).mean(-1) for leaf in raw)
         returns = torch.where(score.finished, score.returns, score.returns + reward)
-        lengths = torch.where(score.finished, score.lengths, score.lengths + 1)
+        moved = (carry.timestep.step_type != FIRST) & ~score.finished  # the reset between two lives is no step
+        lengths = score.lengths + moved
         return carry, Evaluation(returns, lengths, score.finished | carry.timestep.extras["game_over"])
 
     with torch.no_grad():

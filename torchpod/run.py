@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -83,6 +84,12 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     if env is not None:
+        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
+            kind = type(env).__name__
+            raise ConfigError(
+                f"env={kind} is one gymnasium.Env, and a run needs many: hand over torchpod.envs.Gymnasium({kind}) "
+                'with loop="sebulba".'
+            )
         config = replace(config, env={"name": OBJECT + type(env).__name__}, given=(*config.given, "env"))
     source = resume_source(config)
     if source is not None:
@@ -320,10 +327,11 @@ def _check_contract(env: Env, name: str, device: torch.device) -> None:
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error
     except Exception as error:
-        getattr(env, "close", lambda: None)()
         raise ConfigError(
             f"env={name} fails within 100 steps: {type(error).__name__}: {error} (TORCHPOD_TRACEBACK=1 shows where)."
         ) from error
+    finally:
+        getattr(env, "close", lambda: None)()
 
 
 def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
