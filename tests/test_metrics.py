@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import math
@@ -166,6 +167,9 @@ def test_every_sink_is_closed_when_one_fails(tmp_path):
         ("wall_s", True),
         ("env_steps_per_s", True),
         ("updates_per_s_per_device", True),
+        ("learner_wait", True),
+        ("actor_in_environment", True),
+        ("policy_age", False),
         ("env_steps", False),
         ("episode_returns", False),
         ("loss_per_seed", False),
@@ -334,3 +338,21 @@ def test_a_rate_forgets_what_is_long_ago():
         sink.write({"iteration": second, "env_steps": 1000 * second if second < 100 else 100_000 + 10 * second})
     sink.close()
     assert " 10/s" in out.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("waits", "said"),
+    [
+        ((0.9, 0.1, 0.7, 0.2), "learner waits 90% for environments: raise env.num_threads"),
+        ((0.9, 0.1, 0.2, 0.7), "learner waits 90% for inference: raise num_envs"),
+        ((0.1, 0.8, 0.1, 0.1), "actors wait 80% for the update: lower algo.learner.num_epochs"),
+        ((0.6, 0.6, 0.2, 0.2), "actors and learner take turns: raise loop.lag"),
+        ((0.2, 0.2, 0.4, 0.4), "actors and learner keep pace"),
+    ],
+)
+def test_the_line_says_which_side_of_sebulba_starves(waits, said):
+    names = ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference")
+    out = io.StringIO()
+    with contextlib.closing(ConsoleSink(100, 10, console=Console(file=out, width=300))) as sink:
+        sink.write({"iteration": 1, "env_steps": 10} | dict(zip(names, waits, strict=True)))
+    assert said in out.getvalue()

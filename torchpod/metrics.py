@@ -251,7 +251,7 @@ class ConsoleSink:
         ]
         losses = [f"{key.replace('_', ' ')} {_show_number(_number(row[key]))}" for key in row if _is_loss(key)]
         losses.sort(key=lambda text: not text.startswith("loss "))
-        tail = [f"ETA {_show_duration(left_s)}"]
+        tail = [*_starving(row), f"ETA {_show_duration(left_s)}"]
         # What does not fit beside the bar and the percentage is left out, but never the time left.
         while losses and self._progress and len("  ".join(head + losses + tail)) > self._console.width - _BAR_WIDTH - 6:
             losses.pop()
@@ -259,8 +259,8 @@ class ConsoleSink:
 
 
 def is_timing(key: str) -> bool:
-    """Whether a metric is a time or a rate, and so differs from run to run: `wall_s`, `env_steps_per_s`."""
-    return re.search(r"_s$|(^|_)per_s(_|$)", key) is not None
+    """Whether a metric is a time, a rate or a share of time, and so differs from run to run: `wall_s`, `actor_wait`."""
+    return re.search(r"_s$|(^|_)per_s(_|$)|_wait$|^actor_in_|^queue_", key) is not None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -320,6 +320,23 @@ def _mean(values: Sequence[float]) -> float:
 
 def _number(value: float | int | list[float]) -> float:
     return _mean(value) if isinstance(value, list) else value
+
+
+def _starving(row: Row) -> list[str]:
+    """Of Sebulba: which side the other waits for, and what to change (docs/loops.md)."""
+    if "learner_wait" not in row:
+        return []
+    learner, actor, in_env, in_inference = (
+        _number(row[name]) for name in ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference")
+    )
+    if learner > 0.5 and actor > 0.5:
+        return ["actors and learner take turns: raise loop.lag"]
+    if learner > 0.5:
+        side = "environments: raise env.num_threads" if in_env > in_inference else "inference: raise num_envs"
+        return [f"learner waits {learner:.0%} for {side}"]
+    if actor > 0.5:
+        return [f"actors wait {actor:.0%} for the update: lower algo.learner.num_epochs"]
+    return ["actors and learner keep pace"]
 
 
 def _is_loss(key: str) -> bool:

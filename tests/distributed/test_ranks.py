@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed import probe
 from tests.zygote import wait_until
-from torchpod import checkpoint
+from torchpod import checkpoint, metrics
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import load
 from torchpod.distributed import Ranks, SplitError
@@ -81,6 +81,22 @@ def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(agent: tuple[st
         torch.testing.assert_close(a["loss"], b["loss"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_ranks: int, tmp_path: Path):
+    """In Sebulba, with lag 1; every rank has its share of the environments, and one actor."""
+    sebulba = ("loop=sebulba", "loop.num_actor_threads=1", "algo.learner.num_minibatches=2", "run_dir=run")
+    overrides = (*SMALL, *MLP, *sebulba, f"total_env_steps={20 * ITERATION}")
+    ranks = torchrun(tmp_path, "-m", "torchpod", "train", *overrides, options=(f"--nproc-per-node={num_ranks}",))
+    assert ranks.returncode == 0, ranks.stderr
+    execute(load([*overrides, f"run_dir={tmp_path / 'one'}"]))
+    one, many = (checkpoint.load_weights(checkpoint.latest(tmp_path / name)) for name in ("one", "run"))
+    difference = max((one[name] - many[name]).abs().max().item() for name in one)
+    print(f"{num_ranks} ranks differ by {difference:.2g} after 20 iterations")
+    assert difference < 1e-5
+    rows = [metrics.read_metrics(tmp_path / name) for name in ("one", "run")]
+    assert [row["env_steps"] for row in rows[0]] == [row["env_steps"] for row in rows[1]]
+
+
 @pytest.mark.slow
 def test_a_run_of_two_ranks_is_stopped_resumed_and_ends_like_one_left_alone(tmp_path: Path):
     overrides = (*MLP, *SMALL, f"total_env_steps={40 * ITERATION}")
@@ -98,8 +114,8 @@ def test_a_run_of_two_ranks_is_stopped_resumed_and_ends_like_one_left_alone(tmp_
         text=True,
         start_new_session=True,
     )
-    metrics = tmp_path / "stopped" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3)
+    written = tmp_path / "stopped" / "metrics.jsonl"
+    wait_until(lambda: written.exists() and written.read_bytes().count(b"\n") >= 3)
     began = time.perf_counter()
     os.killpg(launcher.pid, signal.SIGINT)  # Ctrl-C reaches torchrun and both ranks, and torchrun passes it on
     _, error = launcher.communicate(timeout=60)
