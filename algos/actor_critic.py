@@ -42,6 +42,10 @@ class ActorCriticConfig:
     """One encoder for policy and value instead of two. With a recurrent cell it is always shared."""
     initial_log_std: float = 0.0
     """Of continuous actions, in units of half the action range."""
+    reward_scale: float = 1.0
+    """Multiplies rewards before they are learned from (not those that are reported)."""
+    reward_clip: float = math.inf
+    """Then they are clipped to [-reward_clip, reward_clip]."""
 
 
 class ActorCritic(Agent):
@@ -55,6 +59,8 @@ class ActorCritic(Agent):
             )
         self.config, self.action_spec = config, spec.action
         self.recurrent = config.recurrent > 0
+        self.hyperparameter("reward_scale", config.reward_scale)
+        self.hyperparameter("reward_clip", config.reward_clip)
         if not config.hidden or min(*config.hidden, config.width, config.depth, 1) < 1 or config.recurrent < 0:
             raise ValueError(
                 f"hidden={list(config.hidden)}, width={config.width} and depth={config.depth} must be at least 1 each, "
@@ -91,6 +97,10 @@ class ActorCritic(Agent):
             action = (center + scale * raw).reshape(*raw.shape[:-1], *self.action_spec.shape)
         log_prob, _ = self._log_prob(policy, action)
         return ActorOutput(action, {"action_log_prob": log_prob, "state_value": value}), state
+
+    def _reward(self, reward: Tensor) -> Tensor:
+        """What is learned from, of what the environment gave."""
+        return (reward * self.reward_scale).clamp(-self.reward_clip, self.reward_clip)
 
     def _step(self, observation: Tree, first: Tensor, state: Tree) -> tuple[Tensor, Tensor, Tree]:
         """Policy output `[B, A]`, value `[B]` and next recurrent state, for one step."""

@@ -27,8 +27,6 @@ class IMPALAConfig(ActorCriticConfig):
     c_clip: float = 1.0
     value_coefficient: float = 0.5
     entropy_coefficient: float = 0.01
-    reward_scale: float = 1.0
-    """Multiplies rewards before they are learned from (not those that are reported)."""
 
 
 class IMPALA(ActorCritic):
@@ -38,8 +36,7 @@ class IMPALA(ActorCritic):
 
     def __init__(self, spec: EnvSpec, config: IMPALAConfig = IMPALAConfig()) -> None:
         super().__init__(spec, config)
-        names = ("discount", "lambda_", "rho_clip", "c_clip", "value_coefficient", "entropy_coefficient")
-        for name in (*names, "reward_scale"):
+        for name in ("discount", "lambda_", "rho_clip", "c_clip", "value_coefficient", "entropy_coefficient"):
             self.hyperparameter(name, getattr(config, name))
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
@@ -49,7 +46,7 @@ class IMPALA(ActorCritic):
         log_prob, _ = self._log_prob(policy[:-1], out.action)
         target, advantage = vtrace(
             log_prob - out.extras["action_log_prob"],
-            t.reward[1:] * self.reward_scale,
+            self._reward(t.reward[1:]),
             t.discount[1:] * self.discount,
             t.step_type[1:] == LAST,
             value[:-1],

@@ -28,8 +28,6 @@ class PPOConfig(ActorCriticConfig):
     value_coefficient: float = 0.5
     entropy_coefficient: float = 0.01
     normalize_advantage: bool = True
-    reward_scale: float = 1.0
-    """Multiplies rewards before they are learned from (not those that are reported)."""
 
 
 class PPO(ActorCritic):
@@ -41,7 +39,7 @@ class PPO(ActorCritic):
     def __init__(self, spec: EnvSpec, config: PPOConfig = PPOConfig()) -> None:
         super().__init__(spec, config)
         self.standardise = ("advantage",) if config.normalize_advantage else ()
-        for name in ("discount", "gae_lambda", "clip", "value_coefficient", "entropy_coefficient", "reward_scale"):
+        for name in ("discount", "gae_lambda", "clip", "value_coefficient", "entropy_coefficient"):
             self.hyperparameter(name, getattr(config, name))
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
@@ -51,7 +49,7 @@ class PPO(ActorCritic):
         last, observation = (pytree.tree_map(lambda x, i=i: x[i], t.observation) for i in (-1, slice(0, -1)))
         _, bootstrap, _ = self._step(last, t.step_type[-1] == FIRST, trajectory.last_actor_state)
         v_t = torch.cat([v_tm1[1:], bootstrap[None]])
-        reward, discount = t.reward[1:] * self.reward_scale, t.discount[1:] * self.discount
+        reward, discount = self._reward(t.reward[1:]), t.discount[1:] * self.discount
         advantage = gae(reward, discount, t.step_type[1:] == LAST, v_tm1, v_t, lambda_=self.gae_lambda)
         steps = {
             "observation": observation,

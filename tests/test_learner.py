@@ -407,3 +407,33 @@ def test_weights_sum_to_one_however_small_they_are(seed):
         ends.append(learner.update(learner.init(*variables_of(agent)), trajectory, keys)[0].params)
     for name in ends[0]:
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-6)
+
+
+class Echo(Agent):
+    """Its loss is its hyperparameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.hyperparameter("coefficient", 0.8)
+
+    def prepare(self, trajectory, keys):
+        return Batch({"weight": torch.ones(trajectory.timestep.reward[1:].shape)})
+
+    def loss(self, batch, keys, target):
+        return LossOutput(self.coefficient * batch.steps["weight"].sum() + 0 * self.net.weight.sum(), {})
+
+
+def test_hyperparameters_are_annealed_to_nothing_and_stay_what_they_were_in_the_state(seed):
+    trajectory, keys = experience(seed, 16, 6), random.split(random.key(seed), 6)
+    agent = Echo()
+    learner = Learner(agent, LearnerConfig(num_epochs=2, num_minibatches=2, anneal=("coefficient",)), num_iterations=4)
+    state, losses = learner.init(*variables_of(agent)), []
+    for _ in range(5):
+        state, metrics = learner.update(state, trajectory, keys)
+        losses.append(metrics["loss"].item())
+    assert losses == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
+    assert state.buffers["coefficient"] == torch.tensor(0.8)
+    wrong = Learner(agent, LearnerConfig(anneal=("entropy",)), num_iterations=4)
+    with pytest.raises(ValueError, match=r"anneal=\['entropy'\]: entropy is none of \['coefficient'\]"):
+        wrong.init(*variables_of(agent))

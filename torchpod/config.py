@@ -63,6 +63,7 @@ _RANGES = {
     "gae_lambda": (0.0, 1.0),
     "lambda_": (0.0, 1.0),
     "clip": (0.0, float("inf")),
+    "reward_clip": (0.0, float("inf")),
     "rho_clip": (0.0, float("inf")),
     "c_clip": (0.0, float("inf")),
 }

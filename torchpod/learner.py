@@ -32,6 +32,8 @@ class LearnerConfig:
     """Of Adam (Kingma and Ba 2015); or one per optimizer group."""
     anneal_learning_rate: bool = True
     """Linearly to 0 over the iterations of the run."""
+    anneal: tuple[str, ...] = ()
+    """Hyperparameters of the agent that fall linearly to 0 as well, e.g. entropy_coefficient."""
     max_grad_norm: float = 0.5
     """Global-norm clip, per optimizer group."""
     beta1: float = 0.9
@@ -106,6 +108,9 @@ class Learner:
             raise ValueError(
                 f"learning_rate has entries {sorted(rates)}, the agent has optimizer groups {sorted(self._groups)}."
             )
+        for name in self.config.anneal:
+            if name not in buffers:
+                raise ValueError(f"anneal={list(self.config.anneal)}: {name} is none of {sorted(buffers)}.")
         return LearnerState(
             params=params,
             buffers=buffers,
@@ -128,7 +133,8 @@ class Learner:
         Returns:
           The next state, and metrics: scalars, means over the minibatches and ranks.
         """
-        batch = self._prepare(state.params, state.buffers, trajectory, keys)
+        buffers = self._annealed(state)
+        batch = self._prepare(state.params, buffers, trajectory, keys)
         totals = []
         for epoch in range(self.config.num_epochs):
             counter = 1 + epoch * (self.config.num_minibatches + 1)
@@ -139,12 +145,26 @@ class Learner:
             for i in range(self.config.num_minibatches):
                 loss_keys = random.advance(keys[..., 0, :], counter + 1 + i)
                 with span("gradient"):
-                    total = self._sum_gradient(state, chunks[i * num_chunks : (i + 1) * num_chunks], loss_keys)
+                    total = self._sum_gradient(
+                        state._replace(buffers=buffers), chunks[i * num_chunks : (i + 1) * num_chunks], loss_keys
+                    )
                 self.ranks.sum(total)
                 with span("apply"):
                     state, metrics = self._apply(state, total)
                 totals.append(metrics)
         return state, pytree.tree_map(lambda *xs: torch.stack(xs, -1).mean(-1), *totals)
+
+    def _remaining(self, num_steps: Tensor) -> Tensor:
+        """From 1 in the first iteration to 0 after the last."""
+        per_iteration = self.config.num_epochs * self.config.num_minibatches
+        done = torch.div(num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
+        return (1.0 - done).clamp(min=0.0)
+
+    def _annealed(self, state: LearnerState) -> Variables:
+        if not self.config.anneal:
+            return state.buffers
+        remaining = self._remaining(state.num_steps)
+        return state.buffers | {name: state.buffers[name] * remaining for name in self.config.anneal}
 
     def _cut(self, minibatches: Batch) -> list[Batch]:
         """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
@@ -303,9 +323,7 @@ class Learner:
         healthy = state.healthy & flat.isfinite().all()
         metrics["healthy"] = healthy.float()
         step = state.num_steps + 1
-        per_iteration = c.num_epochs * c.num_minibatches
-        done = torch.div(state.num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
-        remaining = (1.0 - done).clamp(min=0.0) if c.anneal_learning_rate else torch.ones_like(done)
+        remaining = self._remaining(state.num_steps) if c.anneal_learning_rate else 1.0
         # 1 - beta^step, which in float32 would lose four digits of beta2 at the first step
         correct1, correct2 = (-torch.expm1(step * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
         params, mu, nu = dict(state.params), dict(state.mu), dict(state.nu)

@@ -445,3 +445,17 @@ def test_actions_that_ppo_cannot_take_are_refused():
 def test_every_agent_keeps_the_contract(cls, env, recurrent):
     agent = cls(env.spec, CONFIGS[cls](hidden=(6,), channels=(3,), recurrent=recurrent))
     check_agent(agent, env, compile=False)  # compiled: tests/contracts/test_compiled.py
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_rewards_are_scaled_then_clipped_before_they_are_learned_from(cls, seed):
+    env, keys = Fixed(DISCRETE), random.split(random.key(seed), 8)
+    plain, clipped = make(cls, DISCRETE, seed), make(cls, DISCRETE, seed, reward_scale=2.0, reward_clip=0.5)
+    params, buffers = variables_of(plain)
+    _, trajectory = unroll(make_step(plain, env), params | buffers, start(plain, env, keys), keys, keys, length=6)
+    t = trajectory.timestep
+    assert ((2 * t.reward).abs() > 0.5).any() and ((2 * t.reward).abs() < 0.5).any()
+    by_hand = trajectory._replace(timestep=t._replace(reward=(2 * t.reward).clamp(-0.5, 0.5)))
+    with torch.no_grad():
+        want, got = plain.prepare(by_hand, keys), clipped.prepare(trajectory, keys)
+    assert all(torch.equal(want.steps[name], got.steps[name]) for name in ("advantage", "value_target"))
