@@ -148,7 +148,7 @@ class Sebulba:
 
     def _start(self, agent: Agent, env_keys: Tensor) -> Carry:
         shares = env_keys.chunk(len(self.envs))
-        carry = _side_by_side([start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)])
+        carry = side_by_side([start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)])
         return carry if self.restartable else carry._replace(env_state=())
 
     def _older(self, versions: list[Variables]) -> Variables:
@@ -195,7 +195,7 @@ class Sebulba:
 
     def learn(self, state: RunState, items: list[Item]) -> tuple[RunState, dict[str, Tensor]]:
         """The update of one iteration, from one trajectory of every actor."""
-        trajectory = _merge([item.trajectory for item in items])
+        trajectory = merge([item.trajectory for item in items])
         learner, num, history = state.learner, self.config.updates_per_batch, []
         metrics: dict[str, Tensor] = {}
         with span("update"):
@@ -210,7 +210,7 @@ class Sebulba:
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
         sums = self.ranks.sum(episodes.sums)
         return state._replace(
-            carry=_side_by_side([item.carry for item in items]),
+            carry=side_by_side([item.carry for item in items]),
             learner=learner,
             episode_return=episodes.running_return,
             episode_length=episodes.running_length,
@@ -280,7 +280,7 @@ class Program:
     @property
     def trajectory(self) -> Trajectory:
         """What the last iteration learned from."""
-        return _merge([item.trajectory for item in self._items])
+        return merge([item.trajectory for item in self._items])
 
     def close(self) -> None:
         """Ends the threads and closes the environments."""
@@ -333,7 +333,7 @@ def _shares(seconds: list[dict[str, float]]) -> dict[str, float]:
     return shares | {"actor_wait": sum(s.get(name, 0.0) for s in seconds for name in ("parameters", "queue")) / total}
 
 
-def _merge(trajectories: list[Trajectory]) -> Trajectory:
+def merge(trajectories: list[Trajectory]) -> Trajectory:
     """Trajectories of several actors as one of all their environments."""
     if len(trajectories) == 1:
         return trajectories[0]
@@ -342,7 +342,7 @@ def _merge(trajectories: list[Trajectory]) -> Trajectory:
     return Trajectory(*_cat(steps, 1), *_cat(states, 0))
 
 
-def _side_by_side(carries: list[Carry]) -> Carry:
+def side_by_side(carries: list[Carry]) -> Carry:
     """Carries of several actors as one of all their environments; all have made the same number of steps."""
     if len(carries) == 1:
         return carries[0]

@@ -1,0 +1,186 @@
+"""One measurement of suite `sebulba`, torchpod's side: EnvPool stepped raw, with inference, or with PPO.
+
+    python -m torchpod.bench.sebulba_worker --task Pong-v5 --num-envs 8 --mode update --actors 2
+
+Prints one line of JSON: a `Measurement` of harness.py. `--actors 0` does everything in one thread, in turn.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import RunState
+from torchpod.bench.harness import Measurement
+from torchpod.compile import Compiler
+from torchpod.envs.host import EnvPool
+from torchpod.learner import LearnerConfig
+from torchpod.sebulba import Sebulba, SebulbaConfig
+from torchpod.sebulba.exchange import Item
+from torchpod.sebulba.loop import Program, merge, side_by_side
+from torchpod.types import FIRST
+
+UNROLL_LENGTH = 128
+ATARI = {"reward_clip": True, "episodic_life": True}
+NATURE = PPOConfig(torso="nature", shared=True)
+
+
+class Acting(Sebulba):
+    """The loop without an update: inference and environments alone."""
+
+    def learn(self, state: RunState, items: list[Item]) -> tuple[RunState, dict[str, Tensor]]:
+        """Counts."""
+        timestep = merge([item.trajectory for item in items]).timestep
+        steps = (timestep.step_type[1:] != FIRST).sum()
+        carry = side_by_side([item.carry for item in items])
+        return state._replace(carry=carry, iteration=state.iteration + 1, env_steps=state.env_steps + steps), {}
+
+
+def measure(
+    task: str,
+    num_envs: int,
+    mode: str,
+    *,
+    actors: int,
+    iterations: int,
+    repeats: int,
+    threads: int,
+    seed: int,
+    compiled: bool = True,
+) -> Measurement:
+    """Warms up for one call, then times `repeats` calls of `iterations` iterations each.
+
+    Args:
+      task: of EnvPool.
+      num_envs: B, over all actors.
+      mode: "env_only" (one pool, actions drawn beforehand), "policy" or "update".
+      actors: actor threads; 0 for none.
+      iterations: within one timed call.
+      repeats: timed calls.
+      threads: OpenMP threads of the learner.
+      seed: of everything.
+      compiled: False to see whether it works at all.
+    """
+    torch.set_num_threads(threads)
+    options: dict[str, Any] = ATARI if task.startswith("Pong") else {}
+    pool_threads = max(1, (os.cpu_count() or 1) // max(1, actors))
+    config, agent_config = LearnerConfig(), NATURE if options else PPOConfig()
+
+    def make_env() -> EnvPool:
+        return EnvPool(task, num_threads=pool_threads, **options)
+
+    env = make_env()
+    kind = Sebulba if mode == "update" else Acting
+    sebulba = kind(
+        lambda: PPO(env.spec, agent_config),
+        make_env,
+        num_envs=num_envs,
+        unroll_length=UNROLL_LENGTH,
+        learner=config,
+        num_iterations=iterations * (1 + repeats),
+        compiler=Compiler(compiled and mode != "env_only"),
+        config=SebulbaConfig(num_actor_threads=actors, lag=1 if actors else 0),
+    )
+    began = time.perf_counter()
+    if mode == "env_only":
+        call, close = raw_call(task, num_envs, pool_threads, options), env.close
+    else:
+        state = sebulba.init(seed)
+        sebulba.warm_up(state)
+        program = Program(sebulba, state)
+        call, close = program_call(program), program.close
+    compile_s = time.perf_counter() - began
+    env_steps, wall_s, cpu_s = [], [], []
+    for _ in range(1 + repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        env_steps.append(float(sum(call() for _ in range(iterations))))
+        wall_s.append(time.perf_counter() - wall)
+        cpu_s.append(time.process_time() - cpu)
+    close()
+    env_steps, wall_s, cpu_s = env_steps[1:], wall_s[1:], cpu_s[1:]
+    rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
+    return {
+        "framework": "torchpod",
+        "mode": mode,
+        "num_envs": num_envs,
+        "unroll_length": UNROLL_LENGTH,
+        "epochs": config.num_epochs,
+        "minibatches": config.num_minibatches,
+        "batch_rows": UNROLL_LENGTH * num_envs,
+        "param_count": sum(p.numel() for p in sebulba.agent.parameters()),
+        "dtype": "float32",
+        "iterations": iterations,
+        "total_iterations": iterations * (1 + repeats),
+        "compile_s": compile_s,
+        "env_steps": env_steps,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+        "episode_return": None,
+        "episodes": 0,
+        "threads": {"torch": threads, "actors": actors, "pool": pool_threads},
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def program_call(program: Program) -> Callable[[], int]:
+    """One iteration of the loop; the call returns its environment steps."""
+
+    def call() -> int:
+        before = int(program.state.env_steps)
+        program()
+        return int(program.state.env_steps) - before
+
+    return call
+
+
+def raw_call(task: str, num_envs: int, num_threads: int, options: dict[str, Any]) -> Callable[[], int]:
+    """As many steps as an iteration has, of EnvPool itself with actions drawn beforehand: nothing of ours."""
+    import envpool
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Gymnasium, about the precision of bounds
+        pool = envpool.make_gymnasium(task, num_envs=num_envs, seed=0, num_threads=num_threads, **options)
+    pool.reset()
+    actions = [np.stack([pool.action_space.sample() for _ in range(num_envs)]) for _ in range(UNROLL_LENGTH)]
+    done = np.zeros(num_envs, bool)
+
+    def call() -> int:
+        nonlocal done
+        steps = 0
+        for action in actions:
+            steps += num_envs - int(done.sum())  # the step after the last one resets
+            _, _, terminated, truncated, _ = pool.step(action)
+            done = terminated | truncated
+        return steps
+
+    return call
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", default="CartPole-v1")
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--mode", choices=["env_only", "policy", "update"], default="update")
+    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the learner")
+    parser.add_argument("--seed", type=int, default=0)
+    options = vars(parser.parse_args())
+    print(json.dumps(measure(options.pop("task"), options.pop("num_envs"), options.pop("mode"), **options)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Suite sebulba: workers that do equal work, and rows from what they print."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from torchpod.bench import harness, sebulba
+from torchpod.bench.sebulba import Case
+
+FAKE = """
+import argparse, json
+parser = argparse.ArgumentParser()
+for name in ("task", "mode"):
+    parser.add_argument(f"--{name}")
+for name in ("num-envs", "iterations", "repeats", "threads", "seed", "actors"):
+    parser.add_argument(f"--{name}", type=int)
+a = parser.parse_args()
+# Two threads are worse for the plain loop and better for the others; more actors are faster.
+rate = 100.0 / a.threads if a.actors is None else 100.0 * a.threads * (1 + a.actors)
+print(json.dumps({
+    "framework": "fake", "mode": a.mode, "num_envs": a.num_envs, "unroll_length": 8, "epochs": 1, "minibatches": 1,
+    "batch_rows": 8 * a.num_envs, "param_count": PARAMETERS, "dtype": "float32", "iterations": a.iterations,
+    "total_iterations": 1, "compile_s": 0.0, "env_steps": [rate], "wall_s": [1.0], "cpu_s": [1.0],
+    "env_steps_per_s": {"median": rate, "min": rate, "max": rate}, "episode_return": None, "episodes": 0,
+    "threads": {"torch": a.threads}, "versions": {},
+}))
+"""
+
+
+def run(tmp_path, plain_parameters):
+    commands = []
+    for name, parameters in (("ours", 5), ("plain", plain_parameters)):
+        (tmp_path / f"{name}.py").write_text(FAKE.replace("PARAMETERS", str(parameters)))
+        commands.append((sys.executable, str(tmp_path / f"{name}.py")))
+    status = sebulba.main(
+        str(tmp_path / "out.json"), cases={"x": Case("X-v0", 4, 1)}, rounds=2, ours=commands[0], plain=commands[1]
+    )
+    return status, json.loads((tmp_path / "out.json").read_text())
+
+
+def test_every_side_is_compared_at_its_better_number_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {})
+    status, document = run(tmp_path, 5)
+    rows = {row["name"]: row for row in document["rows"]}
+    assert status == 0 and document["failures"] == []
+    assert rows["raw_x/4"]["value"] == 100.0
+    assert rows["ppo_x_2_actors_vs_plain/4"]["ratio"] == 600.0 / 100.0
+    assert rows["ppo_x_2_actors_vs_sync/4"]["ratio"] == 600.0 / 200.0
+    assert rows["act_x_1_actors_vs_plain/4"]["ratio"] == 200.0 / 100.0
+    assert rows["ppo_x_2_actors_vs_plain/4"]["repeats"] == [600.0, 600.0]
+    assert rows["cpu_x_1_actors/4"]["value"] == 1.0 / harness.hardware()["cores"]
+
+
+def test_unequal_work_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {})
+    status, document = run(tmp_path, 6)
+    assert status == 1
+    assert document["failures"] == ["x: unequal work: param_count is 5 and 6 in the plain loop."]
+
+
+@pytest.mark.parametrize(("task", "num_envs"), [("CartPole-v1", 4), ("Ant-v4", 2), ("Pong-v5", 1)])
+def test_both_loops_do_the_same_work(task, num_envs):
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    from torchpod.bench.sebulba_worker import measure
+
+    settings = {"iterations": 1, "repeats": 1, "threads": 1, "seed": 0, "compiled": False}
+    ours = measure(task, num_envs, "update", actors=1, **settings)
+    acting, raw = (measure(task, num_envs, mode, actors=1, **settings) for mode in ("policy", "env_only"))
+    arguments = ["--task", task, "--num-envs", str(num_envs), "--iterations", "1", "--repeats", "1"]
+    command = [sys.executable, str(harness.ROOT / "bench" / "peers" / "plain_ppo.py"), *arguments]
+    plain = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    assert {key: ours[key] for key in harness.EQUAL_WORK} == {key: plain[key] for key in harness.EQUAL_WORK}
+    most = 128 * num_envs
+    for measurement in (ours, acting, raw, plain):
+        assert 0.5 * most < measurement["env_steps"][0] <= most
