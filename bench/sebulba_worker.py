@@ -151,8 +151,8 @@ def raw_call(task: str, num_envs: int, num_threads: int, options: dict[str, Any]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Gymnasium, about the precision of bounds
         pool = envpool.make_gymnasium(task, num_envs=num_envs, seed=0, num_threads=num_threads, **options)
+        pool.reset()
         space = pool.action_space
-    pool.reset()
     actions = [np.stack([space.sample() for _ in range(num_envs)]) for _ in range(UNROLL_LENGTH)]
     done = np.zeros(num_envs, bool)
 
