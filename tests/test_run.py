@@ -78,7 +78,7 @@ def rows_written(run_dir: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("interval_s", [0.0, 0.2])
+@pytest.mark.parametrize("interval_s", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_ten_times_ends_as_if_nothing_had_happened(
     interval_s: float, zygote: Zygote, tmp_path: Path
 ):

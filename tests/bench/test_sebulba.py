@@ -60,7 +60,14 @@ def test_unequal_work_fails(tmp_path, monkeypatch):
     assert document["failures"] == ["x: unequal work: param_count is 5 and 6 in the plain loop."]
 
 
-@pytest.mark.parametrize(("task", "num_envs"), [("CartPole-v1", 4), ("Ant-v4", 2), ("Pong-v5", 1)])
+@pytest.mark.parametrize(
+    ("task", "num_envs"),
+    [
+        ("CartPole-v1", 4),
+        pytest.param("Ant-v4", 2, marks=pytest.mark.slow),
+        pytest.param("Pong-v5", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_both_loops_do_the_same_work(task, num_envs):
     pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
     from torchpod.bench.sebulba_worker import measure

@@ -81,7 +81,7 @@ def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(agent: tuple[st
         torch.testing.assert_close(a["loss"], b["loss"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_ranks: int, tmp_path: Path):
     """In Sebulba, with lag 1; every rank has its share of the environments, and one actor."""
     sebulba = ("loop=sebulba", "loop.num_actor_threads=1", "algo.learner.num_minibatches=2", "run_dir=run")

@@ -75,7 +75,7 @@ def sebulba_return(*overrides: str, folder: Path) -> float:
     return run.summary["eval_return"]["mean"]
 
 
-@pytest.mark.parametrize("experiment", ["catch", "impala_catch"])
+@pytest.mark.parametrize("experiment", [pytest.param("catch", marks=pytest.mark.slow), "impala_catch"])
 def test_ppo_and_impala_catch_in_the_other_loop_too(experiment, tmp_path):
     assert sebulba_return(f"experiment={experiment}", folder=tmp_path / "run") >= 0.95
 

@@ -207,7 +207,7 @@ def group_is_empty(process):
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_run_whose_environment_is_slow_stops_within_seconds(number):
     process = start("env=corridor.py:Slow", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(36, process)
@@ -221,7 +221,7 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(number):
     assert process.returncode == 130 and saved >= 36
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(number):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
