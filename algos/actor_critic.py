@@ -68,7 +68,7 @@ class ActorCritic(Agent):
             )
         if config.cell not in CELLS:
             raise ValueError(f"cell={config.cell} is not known; use {' or '.join(CELLS)}.")
-        make = lambda: Encoder(spec.observation, config.hidden, config.activation, _torso(config))  # noqa: E731
+        make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, _torso(config))
         self.encoder = make()
         self.value_encoder = None if config.shared or self.recurrent else make()
         features = self.encoder.out_features

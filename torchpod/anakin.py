@@ -18,7 +18,7 @@ from torchpod.agent import Agent, Variables, variables_of
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
-from torchpod.episodes import count_episodes, mean_metrics
+from torchpod.episodes import Episodes, count_episodes, mean_metrics
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.rollout import make_step, start, unroll
@@ -45,7 +45,7 @@ class RunState(NamedTuple):
     """int64 scalar."""
     env_steps: Tensor
     """int64 scalar: transitions on all ranks so far, without resets."""
-    older: Variables = {}  # noqa: RUF012
+    older: tuple[Variables, ...] = ()
     """`[lag, ...]` parameters and buffers of the updates before the last, with which Sebulba's actors may still act."""
 
 
@@ -106,6 +106,26 @@ def init_state(
     )
 
 
+def next_state(
+    state: RunState,
+    carry: Carry,
+    learner: LearnerState,
+    metrics: dict[str, Tensor],
+    episodes: Episodes,
+    ranks: Ranks,
+) -> tuple[RunState, dict[str, Tensor]]:
+    """The state and the metrics after an iteration, from what it made."""
+    sums = ranks.sum(episodes.sums)
+    return state._replace(
+        carry=carry,
+        learner=learner,
+        episode_return=episodes.running_return,
+        episode_length=episodes.running_length,
+        iteration=state.iteration + 1,
+        env_steps=state.env_steps + sums[..., 3].long(),
+    ), {**metrics, "episodes": sums}
+
+
 class Anakin:
     """One training program.
 
@@ -155,10 +175,12 @@ class Anakin:
         return pytree.tree_map(lambda *leaves: torch.stack(leaves), *states)
 
     def _init_one(self, seed: int) -> RunState:
-        begin = lambda agent, keys: start(agent, self.env, keys)  # noqa: E731
         return init_state(
-            seed, self.make_agent, self.learner, begin, self.num_envs, ranks=self.ranks, device=self.device
+            seed, self.make_agent, self.learner, self._start, self.num_envs, ranks=self.ranks, device=self.device
         )
+
+    def _start(self, agent: Agent, env_keys: Tensor) -> Carry:
+        return start(agent, self.env, env_keys)
 
     def rollout(self, state: RunState) -> tuple[Carry, Trajectory]:
         """The first half of an iteration."""
@@ -180,15 +202,7 @@ class Anakin:
             keys = random.at(state.learner_keys, state.iteration * self.learner.counters_per_update)
             learner, metrics = self.learner.update(state.learner, trajectory, keys)
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
-        sums = self.ranks.sum(episodes.sums)
-        return state._replace(
-            carry=carry,
-            learner=learner,
-            episode_return=episodes.running_return,
-            episode_length=episodes.running_length,
-            iteration=state.iteration + 1,
-            env_steps=state.env_steps + sums[..., 3].long(),
-        ), {**metrics, "episodes": sums}
+        return next_state(state, carry, learner, metrics, episodes, self.ranks)
 
 
 def train(
@@ -219,11 +233,10 @@ def train(
         count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
         before = pytree.tree_map(torch.clone, replay.state)
         try:
-            history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
+            metrics = mean_metrics([pytree.tree_map(torch.clone, replay()) for _ in range(count)])
         except BaseException:
             replay.load(before)  # a call that is interrupted leaves the state of the last report
             raise
-        metrics = mean_metrics(history)
         failure = None
         if (before.learner.healthy & ~replay.state.learner.healthy).any():
             failure = _find_failure(anakin, before, count)

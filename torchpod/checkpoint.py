@@ -79,7 +79,7 @@ def save(
                     **meta,
                 }
                 _write_bytes(partial / "meta.json", json.dumps({**meta, "sha256": _digest_of(meta)}, indent=1).encode())
-                if final.exists():  # moved aside: `all_of` finds it no more, a kill in between loses one name
+                if final.exists():  # moved aside: removing it here would take long enough to be killed in
                     os.replace(final, final.with_name(f".partial-old-{final.name}"))
                 os.replace(partial, final)
                 _sync_folder(final.parent)

@@ -266,8 +266,8 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = _find(config["name"], envs.MAKERS, "env")
     wrapping = {}
-    if config["name"] not in envs.MAKERS and "processes" not in inspect.signature(maker).parameters:
-        wrapping = {k: arguments.pop(k) for k in ("processes",) if k in arguments}
+    if "processes" in arguments and "processes" not in inspect.signature(maker).parameters:
+        wrapping["processes"] = arguments.pop("processes")
     _check_arguments(maker, arguments, f"env={config['name']}")
     try:
         env = maker(**arguments)

@@ -12,8 +12,8 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import make_agent, make_env
 from torchpod.evaluate import evaluate
-from torchpod.run import eval_return
 from torchpod.run_folder import read_config
+from torchpod.summary import eval_return
 
 
 def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:

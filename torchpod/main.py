@@ -13,8 +13,9 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.compile import RecompilationError
 from torchpod.config import GROUPS, ConfigError, choices, load
 from torchpod.distributed import RankError, SplitError
-from torchpod.run import Interrupted, NonFiniteErrorInRun, Run, execute
+from torchpod.run import NonFiniteErrorInRun, Run, execute
 from torchpod.sebulba import ActorError
+from torchpod.stop import Interrupted
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder

@@ -6,7 +6,6 @@ The training itself is `anakin.train`; everything here happens between two calls
 import contextlib
 import copy
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod import checkpoint, random, sebulba, stats
+from torchpod import checkpoint, random, sebulba
 from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunState, train
 from torchpod.checkpoint import CheckpointError
@@ -28,27 +28,22 @@ from torchpod.config import OBJECT, ConfigError, TrainConfig, make_agent, make_e
 from torchpod.distributed import Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.envs import MAKERS
-from torchpod.evaluate import Evaluation, evaluate
-from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink, read_metrics
+from torchpod.evaluate import evaluate
+from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink
 from torchpod.run_folder import (
     changes,
-    commit,
-    hardware,
     locked,
     new_run_dir,
     resume_source,
     resumed_config,
     save_state,
-    versions,
     write_text,
 )
 from torchpod.sebulba import Sebulba
+from torchpod.stop import Interrupted, OverdueError, StopFlag
+from torchpod.summary import Timing, summarise, write_members
 from torchpod.testing import ContractError, check_env
 from torchpod.types import Tree
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was told to stop, and has saved itself if there was anything to save."""
 
 
 @dataclass
@@ -161,7 +156,7 @@ def _go_on(
     wall_s: float,
 ) -> Run:
     """Trains from a state on, evaluates, summarises."""
-    keeper = _Keeper(config, run_dir, ranks)
+    keeper = _Keeper(config, run_dir, ranks, resumed_at or None)
     with _logger(config, run_dir, resumed_at) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
@@ -179,7 +174,7 @@ def _go_on(
         summary = summarise(config, evaluation, state, timing, device, ranks)
         write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
         if config.population > 1:
-            _write_members(run_dir, config, state, summary, timing)
+            write_members(run_dir, config, state, summary, timing)
     else:
         summary = {}
     return Run(run_dir, summary, loop.agent, variables)
@@ -202,16 +197,6 @@ def _make_loop(
     return Sebulba(make, lambda: copy.copy(env), config=config.loop, **settings)
 
 
-@dataclass
-class _Timing:
-    wall_s: float
-    """Of training, without compilation, resumed parts included."""
-    compile_s: float
-    steps: int
-    seconds: float
-    """Transitions and seconds of this process's calls: their quotient is the throughput."""
-
-
 def _train(
     loop: Anakin | Sebulba,
     state: RunState,
@@ -220,19 +205,19 @@ def _train(
     logger: Logger | None,
     ranks: Ranks,
     wall_s: float,
-) -> tuple[RunState, _Timing]:
+) -> tuple[RunState, Timing]:
     run_loop: Callable[..., Iterator[tuple[Report, Any]]] = sebulba.train if isinstance(loop, Sebulba) else train
     calls = config.loop.iterations_per_call or (8 if loop.device.type == "cuda" and run_loop is train else 1)
-    timing = _Timing(wall_s, 0.0, 0, 0.0)
+    timing = Timing(wall_s, 0.0, 0, 0.0)
     previous, stopping = int(state.env_steps.sum()), False
     with (
-        _StopFlag(ranks, loop.device) as stop,
+        StopFlag(ranks, loop.device) as stop,
         contextlib.closing(cast(Any, run_loop(loop, state, iterations_per_call=calls))) as reports,
     ):
         try:
             for report, program in reports:
                 stop.pause()
-                state, now = program.state, int(program.state.env_steps.sum())
+                state, now = program.state, int(np.sum(report.env_steps))
                 steps, previous = now - previous, now
                 timing.compile_s += report.compile_s
                 timing.wall_s += report.wall_s
@@ -252,7 +237,7 @@ def _train(
             # Asked again: a signal may have come while the last checkpoint was written.
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
-        except _OverdueError:
+        except OverdueError:
             if keeper.saved_at != int(state.iteration.flatten()[0]):
                 keeper.save(state, timing)
             raise Interrupted(
@@ -291,15 +276,15 @@ class NonFiniteErrorInRun(FloatingPointError):
 class _Keeper:
     """Writes checkpoints and crash dumps of one run."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, run_dir: Path, ranks: Ranks, saved_at: int | None) -> None:
         self._config, self.run_dir, self._ranks = config.checkpoint, run_dir, ranks
-        self.saved_at: int | None = None
+        self.saved_at = saved_at
         self._last_saved = time.perf_counter()
 
     def due(self) -> bool:
         return time.perf_counter() - self._last_saved >= self._config.interval_s
 
-    def save(self, state: RunState, timing: _Timing) -> None:
+    def save(self, state: RunState, timing: Timing) -> None:
         folder = save_state(self.run_dir, state, {"wall_s": timing.wall_s}, self._ranks, self._config.keep)
         self.saved_at = int(folder.name)
         self._last_saved = time.perf_counter()
@@ -346,113 +331,10 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
     return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 
 
-class _OverdueError(Exception):
-    """The call that was running when a signal came has not ended in time."""
-
-
-class _StopFlag:
-    """SIGTERM and SIGINT ask for a stop after the running call; before the first report they stop at once.
-
-    A call that goes on for longer than `GRACE_S` is given up, which loses what it has done; not with ranks, which wait
-    for each other. A second SIGINT stops at once, but not under torchrun, which passes on the one that the ranks have
-    got already.
-    """
-
-    GRACE_S = 4.0
-
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
-        self._deferred = self._asked = self._calling = False
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> "_StopFlag":
-        with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._old[number] = signal.signal(number, self._handle)
-            self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._overdue)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.pause(self._deferred)
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        insisting = self._asked and number == signal.SIGINT and self._ranks.world_size == 1
-        if not self._deferred or insisting:
-            raise Interrupted(f"stopped by {signal.Signals(number).name} without a new checkpoint")
-        self._asked = True
-        if self._calling and self._ranks.world_size == 1:
-            signal.setitimer(signal.ITIMER_REAL, self.GRACE_S)
-
-    def _overdue(self, number: int, frame: Any) -> None:
-        if self._calling:
-            raise _OverdueError
-
-    def pause(self, deferred: bool = True) -> None:
-        """A call has ended, and there is something to save."""
-        self._deferred, self._calling = deferred, False
-        if signal.SIGALRM in self._old:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-    def watch(self) -> None:
-        """The next call begins: it may be given up."""
-        self._calling = True
-
-    def agree(self, save_due: bool) -> tuple[bool, bool]:
-        """Whether any rank was asked to stop, and whether a checkpoint is due on any."""
-        if self._ranks.world_size == 1:
-            return self._asked, save_due
-        stop, save = self._ranks.sum(torch.tensor([self._asked, save_due], dtype=torch.int64, device=self._device))
-        return bool(stop), bool(save)
-
-
-def _row(report: Report, steps: int, timing: _Timing) -> dict[str, Any]:
+def _row(report: Report, steps: int, timing: Timing) -> dict[str, Any]:
     metrics = {name: value.tolist() for name, value in report.metrics.items()}
     times = {"env_steps_per_s": steps / report.wall_s, "wall_s": timing.wall_s, "compile_s": timing.compile_s}
     return {"iteration": report.iteration, "env_steps": report.env_steps, **metrics, **times}
-
-
-def summarise(
-    config: TrainConfig,
-    evaluation: Evaluation,
-    state: RunState,
-    timing: _Timing,
-    device: torch.device,
-    ranks: Ranks,
-) -> dict[str, Any]:
-    """The contents of summary.json."""
-    summary: dict[str, Any] = {"eval_return": eval_return(evaluation.returns.flatten())}
-    if config.population > 1:
-        summary["members"] = [eval_return(row) for row in evaluation.returns]
-        means = [member["mean"] for member in summary["members"]]
-        summary["best_member"] = means.index(max(means))
-        summary["unhealthy_members"] = (~state.learner.healthy).nonzero().flatten().tolist()
-    return summary | {
-        "unfinished_episodes": int((~evaluation.finished).sum()),
-        "env_steps": int(state.env_steps.double().mean()),
-        "env_steps_per_s": timing.steps / timing.seconds if timing.seconds else None,
-        "wall_s": timing.wall_s,
-        "compile_s": timing.compile_s,
-        "hardware": hardware(device),
-        "threads": torch.get_num_threads(),
-        "ranks": ranks.world_size,
-        "versions": versions(),
-        "commit": commit(),
-        "config_hash": config.hash(),
-    }
-
-
-def eval_return(returns: Tensor) -> dict[str, Any]:
-    """`{mean, iqm, ci95, episodes}` of episode returns `[E]`; `ci95` is the 95 % bootstrap interval of the IQM."""
-    values = returns.double().cpu().numpy()
-    low, high = stats.bootstrap_ci(values, stats.iqm)
-    return {
-        "mean": float(values.mean()),
-        "iqm": float(stats.iqm(values)),
-        "ci95": [float(low), float(high)],
-        "episodes": int(values.size),
-    }
 
 
 def _apply_members(state: RunState, config: TrainConfig) -> RunState:
@@ -470,32 +352,3 @@ def _apply_members(state: RunState, config: TrainConfig) -> RunState:
         if config.population == 1:
             table[key] = table[key][0]
     return state
-
-
-def _write_members(run_dir: Path, config: TrainConfig, state: RunState, summary: dict, timing: _Timing) -> None:
-    """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
-    rows = read_metrics(run_dir)
-    for p in range(config.population):
-        folder = run_dir / "members" / str(p)
-        if any(int(path.name) > int(state.iteration[p]) for path in checkpoint.all_of(folder)):
-            continue  # it has gone on by itself
-        with checkpoint.writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        member = replace(
-            config,
-            population=1,
-            seed=config.seed + p,
-            members={name: [values[p]] for name, values in config.members.items()},
-            run_dir=str(folder),
-            resume=None,
-        )
-        one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
-        save_state(folder, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
-        write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
-        own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
-        own["healthy"] = bool(state.learner.healthy[p])
-        write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
-        with Logger(folder, resume_at=0) as logger:
-            for row in rows:
-                own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}
-                logger.write(own | {"env_steps_per_s": row["env_steps_per_s"] / config.population})

@@ -80,8 +80,8 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        conv = lambda: orthogonal(nn.Conv2d(channels, channels, 3, padding=1))  # noqa: E731
-        self.branch = nn.Sequential(nn.ReLU(), conv(), nn.ReLU(), conv())
+        first, second = (orthogonal(nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(2))
+        self.branch = nn.Sequential(nn.ReLU(), first, nn.ReLU(), second)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, C, H, W]` to the same shape."""

@@ -12,7 +12,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.env import Env
 from torchpod.rollout import Step, unroll
-from torchpod.sebulba.exchange import Closed, Exchange, Item, Phases
+from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.types import ActorOutput, Carry, Tree
 
 Act = Callable[[Variables, Carry, Tensor, Tensor], tuple[ActorOutput, Tree, Tensor, Tensor]]
@@ -102,7 +102,7 @@ class Actor:
                 item = self.produce(exchange, number)
                 self.phases.enter("queue")
                 exchange.put(self.index, item)
-        except Closed:
+        except ClosedError:
             pass
         except BaseException as error:
             exchange.fail(self.index, error)

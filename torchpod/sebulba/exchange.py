@@ -19,7 +19,7 @@ class ActorError(RuntimeError):
     """An actor thread failed or hangs; the message names it, its cause is the exception of the thread."""
 
 
-class Closed(Exception):  # noqa: N818
+class ClosedError(Exception):
     """The run is over: actor threads end."""
 
 
@@ -110,7 +110,7 @@ class Exchange:
             return sum(map(len, self._queues)) / (len(self._queues) * self._capacity)
 
     def close(self) -> None:
-        """Ends all waits; actor threads see `Closed`."""
+        """Ends all waits; actor threads see `ClosedError`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -122,7 +122,7 @@ class Exchange:
         with self._changed:
             while True:
                 if self._closed:
-                    raise Closed
+                    raise ClosedError
                 wanted = max(self._versions) if self._lag is None else max(unroll - self._lag, 0)
                 if wanted in self._versions:
                     return wanted, self._versions[wanted]
@@ -132,7 +132,7 @@ class Exchange:
         """The newest version, without waiting."""
         with self._changed:
             if self._closed:
-                raise Closed
+                raise ClosedError
             return self._versions[max(self._versions)]
 
     def put(self, actor: int, item: Item) -> None:
@@ -141,7 +141,7 @@ class Exchange:
             while len(self._queues[actor]) >= self._capacity and not self._closed:
                 self._changed.wait()
             if self._closed:
-                raise Closed
+                raise ClosedError
             self._queues[actor].append(item)
             self._changed.notify_all()
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Variables
-from torchpod.anakin import NonFiniteError, Report, RunState, init_state
+from torchpod.anakin import NonFiniteError, Report, RunState, init_state, next_state
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
@@ -82,10 +82,11 @@ class Sebulba:
         learner: LearnerConfig,
         num_iterations: int,
         compiler: Compiler,
-        config: SebulbaConfig = SebulbaConfig(),  # noqa: B008
+        config: SebulbaConfig | None = None,
         ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
     ) -> None:
+        config = config or SebulbaConfig()
         num_actors = max(1, config.num_actor_threads)
         for name, parts in (("num_actor_threads", num_actors), ("updates_per_batch", config.updates_per_batch)):
             if num_envs % parts:
@@ -134,7 +135,7 @@ class Sebulba:
         state = init_state(
             seed, self.make_agent, self.learner, self._start, self.num_envs, ranks=self.ranks, device=self.device
         )
-        return state._replace(older=self._older([state.learner.params | state.learner.buffers]))
+        return state._replace(older=self.older([state.learner.params | state.learner.buffers]))
 
     def resume(self, state: RunState) -> RunState:
         """The state of a checkpoint; environments that it does not hold begin new episodes."""
@@ -148,16 +149,15 @@ class Sebulba:
 
     def _start(self, agent: Agent, env_keys: Tensor) -> Carry:
         shares = env_keys.chunk(len(self.envs))
-        carry = side_by_side([start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)])
-        return carry if self.restartable else carry._replace(env_state=())
+        carries = [start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)]
+        if not self.restartable:
+            carries = [carry._replace(env_state=()) for carry in carries]
+        return side_by_side(carries)
 
-    def _older(self, versions: list[Variables]) -> Variables:
-        """The `lag` versions before the newest, `[lag, ...]`; the first one stands for those before it."""
+    def older(self, versions: list[Variables]) -> tuple[Variables, ...]:
+        """The `lag` versions before the newest, oldest first; the first one stands for those before it."""
         lag = 0 if self.config.lag == "free" else self.config.lag
-        if not lag:
-            return {}
-        chosen = [versions[max(0, len(versions) - 1 - back)] for back in range(lag, 0, -1)]
-        return {name: torch.stack([variables[name] for variables in chosen]) for name in chosen[0]}
+        return tuple(versions[max(0, len(versions) - 1 - back)] for back in range(lag, 0, -1))
 
     def actors(self, state: RunState) -> list[Actor]:
         """One for each share of the environments, standing where the state says."""
@@ -188,8 +188,10 @@ class Sebulba:
                 _, output = whole(variables, share, *keys)
             else:
                 output = act(variables, share, *keys)[0]
-        repeat = lambda tree, times: pytree.tree_map(lambda x: torch.stack([x] * times), tree)  # noqa: E731
-        timesteps, outputs = repeat(share.timestep, self.unroll_length + 1), repeat(output, self.unroll_length)
+        timesteps, outputs = (
+            pytree.tree_map(lambda x, times=times: torch.stack([x] * times), tree)
+            for tree, times in ((share.timestep, self.unroll_length + 1), (output, self.unroll_length))
+        )
         trajectory = Trajectory(timesteps, outputs, share.actor_state, share.actor_state)
         self.learn(state, [Item(trajectory, share, 0, {})] * num)
 
@@ -208,15 +210,8 @@ class Sebulba:
         if num > 1:
             metrics = {name: torch.stack([m[name] for m in history]).mean(0) for name in history[0]}
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
-        sums = self.ranks.sum(episodes.sums)
-        return state._replace(
-            carry=side_by_side([item.carry for item in items]),
-            learner=learner,
-            episode_return=episodes.running_return,
-            episode_length=episodes.running_length,
-            iteration=state.iteration + 1,
-            env_steps=state.env_steps + sums[..., 3].long(),
-        ), {**metrics, "episodes": sums}
+        carry = side_by_side([item.carry for item in items])
+        return next_state(state, carry, learner, metrics, episodes, self.ranks)
 
 
 class Program:
@@ -235,8 +230,7 @@ class Program:
         )
         for back in range(0 if lag == "free" else lag, 0, -1):
             if first - back >= 0:
-                older = {name: values[-back] for name, values in state.older.items()}
-                self._exchange.publish(first - back, older)
+                self._exchange.publish(first - back, state.older[-back])
         self._exchange.publish(first, state.learner.params | state.learner.buffers)
         self._items: list[Item] = []
         self._threaded = sebulba.config.num_actor_threads > 0
@@ -250,9 +244,14 @@ class Program:
         return bool(self._state.learner.healthy)
 
     @property
+    def env_steps(self) -> int:
+        """Transitions so far, over all ranks."""
+        return int(self._state.env_steps)
+
+    @property
     def state(self) -> RunState:
         """Everything the run is."""
-        return self._state._replace(older=self._sebulba._older(self._exchange.versions()))
+        return self._state._replace(older=self._sebulba.older(self._exchange.versions()))
 
     def __call__(self) -> dict[str, Tensor]:
         """One iteration; returns its metrics."""
@@ -316,10 +315,7 @@ def train(
                 if not program.healthy:
                     raise NonFiniteError(iteration, program.trajectory)
             metrics = mean_metrics(history)
-            yield (
-                Report(iteration, program.state.env_steps.tolist(), metrics, time.perf_counter() - began, compile_s),
-                program,
-            )
+            yield Report(iteration, program.env_steps, metrics, time.perf_counter() - began, compile_s), program
             compile_s = 0.0
     finally:
         program.close()
@@ -352,15 +348,12 @@ def side_by_side(carries: list[Carry]) -> Carry:
 
 def _part(trajectory: Trajectory, index: int, num: int) -> Trajectory:
     """Part `index` of `num` of the environments."""
-    cut: Callable[[Tree, int], Any] = lambda tree, axis: pytree.tree_map(  # noqa: E731
-        lambda x: x.chunk(num, axis)[index].contiguous(), tree
-    )
+
+    def cut(tree: Tree, axis: int) -> Any:
+        return pytree.tree_map(lambda x: x.chunk(num, axis)[index].contiguous(), tree)
+
     return Trajectory(*cut((trajectory.timestep, trajectory.output), 1), *cut(trajectory[2:], 0))
 
 
 def _cat(trees: list[Any], axis: int) -> Any:
-    return pytree.tree_map(lambda *xs: _cat_leaves(xs, axis), *trees)
-
-
-def _cat_leaves(leaves: tuple[Any, ...], axis: int) -> Any:
-    return None if leaves[0] is None else torch.cat(leaves, axis)  # the state of a host environment is None
+    return pytree.tree_map(lambda *xs: torch.cat(xs, axis), *trees)

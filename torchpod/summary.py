@@ -1,0 +1,102 @@
+"""What a run leaves behind when it ends: summary.json, and a folder for each member of a population."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import checkpoint, stats
+from torchpod.anakin import RunState
+from torchpod.config import TrainConfig
+from torchpod.distributed import Ranks
+from torchpod.evaluate import Evaluation
+from torchpod.metrics import Logger, read_metrics
+from torchpod.run_folder import commit, hardware, save_state, versions, write_text
+
+
+@dataclass
+class Timing:
+    """How long the training took."""
+
+    wall_s: float
+    """Of training, without compilation, resumed parts included."""
+    compile_s: float
+    steps: int
+    seconds: float
+    """Transitions and seconds of this process's calls: their quotient is the throughput."""
+
+
+def summarise(
+    config: TrainConfig,
+    evaluation: Evaluation,
+    state: RunState,
+    timing: Timing,
+    device: torch.device,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """The contents of summary.json."""
+    summary: dict[str, Any] = {"eval_return": eval_return(evaluation.returns.flatten())}
+    if config.population > 1:
+        summary["members"] = [eval_return(row) for row in evaluation.returns]
+        means = [member["mean"] for member in summary["members"]]
+        summary["best_member"] = means.index(max(means))
+        summary["unhealthy_members"] = (~state.learner.healthy).nonzero().flatten().tolist()
+    return summary | {
+        "unfinished_episodes": int((~evaluation.finished).sum()),
+        "env_steps": int(state.env_steps.double().mean()),
+        "env_steps_per_s": timing.steps / timing.seconds if timing.seconds else None,
+        "wall_s": timing.wall_s,
+        "compile_s": timing.compile_s,
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+        "ranks": ranks.world_size,
+        "versions": versions(),
+        "commit": commit(),
+        "config_hash": config.hash(),
+    }
+
+
+def eval_return(returns: Tensor) -> dict[str, Any]:
+    """`{mean, iqm, ci95, episodes}` of episode returns `[E]`; `ci95` is the 95 % bootstrap interval of the IQM."""
+    values = returns.double().cpu().numpy()
+    low, high = stats.bootstrap_ci(values, stats.iqm)
+    return {
+        "mean": float(values.mean()),
+        "iqm": float(stats.iqm(values)),
+        "ci95": [float(low), float(high)],
+        "episodes": int(values.size),
+    }
+
+
+def write_members(run_dir: Path, config: TrainConfig, state: RunState, summary: dict, timing: Timing) -> None:
+    """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
+    rows = read_metrics(run_dir)
+    for p in range(config.population):
+        folder = run_dir / "members" / str(p)
+        if any(int(path.name) > int(state.iteration[p]) for path in checkpoint.all_of(folder)):
+            continue  # it has gone on by itself
+        with checkpoint.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        member = replace(
+            config,
+            population=1,
+            seed=config.seed + p,
+            members={name: [values[p]] for name, values in config.members.items()},
+            run_dir=str(folder),
+            resume=None,
+        )
+        one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
+        save_state(folder, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
+        write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
+        own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
+        own["healthy"] = bool(state.learner.healthy[p])
+        write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
+        with Logger(folder, resume_at=0) as logger:
+            for row in rows:
+                own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}
+                logger.write(own | {"env_steps_per_s": row["env_steps_per_s"] / config.population})
