@@ -40,7 +40,7 @@ class Acting(Sebulba):
 
     def learn(self, state: RunState, items: list[Item]) -> tuple[RunState, dict[str, Tensor]]:
         """Counts."""
-        timestep = merge([item.trajectory for item in items]).timestep
+        timestep = merge(items).timestep
         steps = (timestep.step_type[1:] != FIRST).sum()
         carry = side_by_side([item.carry for item in items])
         return state._replace(carry=carry, iteration=state.iteration + 1, env_steps=state.env_steps + steps), {}
@@ -52,6 +52,7 @@ def measure(
     mode: str,
     *,
     actors: int,
+    pools: int,
     iterations: int,
     repeats: int,
     threads: int,
@@ -65,6 +66,7 @@ def measure(
       num_envs: B, over all actors.
       mode: "env_only" (one pool, actions drawn beforehand), "policy" or "update".
       actors: actor threads; 0 for none.
+      pools: of environments, per actor.
       iterations: within one timed call.
       repeats: timed calls.
       threads: OpenMP threads of the learner.
@@ -73,7 +75,7 @@ def measure(
     """
     torch.set_num_threads(threads)
     options: dict[str, Any] = ATARI if task.startswith("Pong") else {}
-    pool_threads = max(1, (os.cpu_count() or 1) // max(1, actors))
+    pool_threads = max(1, (os.cpu_count() or 1) // max(1, actors * pools))
     config, agent_config = LearnerConfig(), NATURE if options else PPOConfig()
 
     def make_env() -> EnvPool:
@@ -89,7 +91,7 @@ def measure(
         learner=config,
         num_iterations=iterations * (1 + repeats),
         compiler=Compiler(compiled and mode != "env_only"),
-        config=SebulbaConfig(num_actor_threads=actors, lag=1 if actors else 0),
+        config=SebulbaConfig(num_actor_threads=actors, pools_per_actor=pools, lag=1 if actors else 0),
     )
     began = time.perf_counter()
     if mode == "env_only":
@@ -128,7 +130,7 @@ def measure(
         "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": None,
         "episodes": 0,
-        "threads": {"torch": threads, "actors": actors, "pool": pool_threads},
+        "threads": {"torch": threads, "actors": actors, "pools": pools, "pool": pool_threads},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
 
@@ -137,9 +139,9 @@ def program_call(program: Program) -> Callable[[], int]:
     """One iteration of the loop; the call returns its environment steps."""
 
     def call() -> int:
-        before = int(program.state.env_steps)
+        before = program.env_steps
         program()
-        return int(program.state.env_steps) - before
+        return program.env_steps - before
 
     return call
 
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--mode", choices=["env_only", "policy", "update"], default="update")
     parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--pools", type=int, default=1, help="pools of environments per actor")
     parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the learner")

@@ -1,3 +1,6 @@
+import threading
+import time
+
 import torch
 
 from torchpod import inductor
@@ -31,3 +34,24 @@ def test_slices_of_a_concatenation_are_those_of_its_pieces(monkeypatch):
         for got, want in zip(Compiler(True)(fn)(a, b), fn(a, b), strict=True):
             torch.testing.assert_close(got, want)
     assert seen == [0, 1, 1]
+
+
+def test_other_threads_get_on_while_a_kernel_runs():
+    def slow(x):
+        for _ in range(100):
+            x = (x * 1.0001).sin()
+        return x
+
+    compiled, x = Compiler(enabled=True)(slow), torch.rand(2_000_000)
+    compiled(x)
+    began = time.perf_counter()
+    compiled(x)
+    alone, gaps = time.perf_counter() - began, []
+    thread = threading.Thread(target=compiled, args=(x,))
+    last = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    assert max(gaps) < alone / 2

@@ -258,10 +258,12 @@ class TestDisk:
             ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=False, env=environment
         )
 
-    def test_a_full_disk_ends_the_run_with_one_sentence_and_its_last_checkpoint(self, tmp_path: Path):
+    @pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+    def test_a_full_disk_ends_the_run_with_one_sentence_and_its_last_checkpoint(self, tmp_path: Path, loop: str):
         result = self.mounted(
-            "size=128k",
-            "TORCHPOD train SMALL run_dir=run total_env_steps=1000000 checkpoint.interval_s=0 checkpoint.keep=1000;"
+            "size=128k" if loop == "anakin" else "size=256k",
+            f"TORCHPOD train SMALL loop={loop} run_dir=run total_env_steps=1000000 checkpoint.interval_s=0 "
+            "checkpoint.keep=1000;"
             "echo $?; ls -A run/checkpoints; rm -r run/checkpoints/0000000001; TORCHPOD eval run; echo $?",
             tmp_path,
         )

@@ -48,6 +48,7 @@ _AT_LEAST_1 = (
     "algo.learner.num_minibatches",
     "algo.learner.chunk_rows",
     "loop.iterations_per_call",
+    "loop.pools_per_actor",
     "loop.queue_size",
     "loop.updates_per_batch",
     "checkpoint.keep",

@@ -15,7 +15,11 @@ from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
 
 
 class Env(Protocol):
-    """What the loops need. `torchpod.check_env` tests every rule."""
+    """What the loops need. `torchpod.check_env` tests every rule.
+
+    A host environment may also have `send(action)`, which starts a step, and `recv()`, which waits for it and returns
+    its timestep: Sebulba's actors do other things in between.
+    """
 
     spec: EnvSpec
     traits: Traits

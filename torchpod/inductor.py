@@ -143,8 +143,11 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Calla
         "size_asserts": False,  # `_Program.read` checks sizes
         "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add: 4 % of a PPO update
     }
+    # A program in C++ as a whole calls nothing in Python between its kernels, and gives Python's lock away meanwhile.
+    # Kernels called from Python hold it, so that Sebulba's actors would stand still while the learner computes.
+    cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
     with tracing(TracingContext(mode)), inductor_config.patch(options):
-        compiled = compile_fx_inner(joint_graph_passes(graph), fakes)
+        compiled = compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
     return getattr(compiled, "current_callable", None) or compiled  # without its 2 us of bookkeeping
 
 

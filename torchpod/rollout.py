@@ -1,4 +1,4 @@
-"""The one agent-environment loop. Anakin calls it with a compiled step, Sebulba's actors with a host step."""
+"""The agent-environment loop of Anakin, and what it shares with Sebulba's actors."""
 
 from collections.abc import Callable
 
@@ -47,6 +47,29 @@ def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
     return step
 
 
+class Recorder:
+    """Collects the steps of an unroll.
+
+    Args:
+      carry: before the first step.
+    """
+
+    def __init__(self, carry: Carry) -> None:
+        self._first, self._last = carry, carry
+        self._timesteps, self._outputs = [carry.timestep], []
+
+    def add(self, carry: Carry, output: ActorOutput) -> None:
+        """What was decided in a step, and where it led."""
+        self._last = carry
+        self._timesteps.append(carry.timestep)
+        self._outputs.append(output)
+
+    def trajectory(self, time_axis: int = 0) -> Trajectory:
+        """All steps, stacked."""
+        stacked = _stack(self._timesteps, time_axis), _stack(self._outputs, time_axis)
+        return Trajectory(*stacked, self._first.actor_state, self._last.actor_state)
+
+
 def unroll(
     step: Step,
     variables: Variables,
@@ -74,14 +97,12 @@ def unroll(
     Returns:
       The carry after the last step, and the trajectory: `timestep [T + 1, B, ...]`, `output [T, B, ...]`.
     """
-    timesteps, outputs, actor_state = [carry.timestep], [], carry.actor_state
+    recorder = Recorder(carry)
     with torch.set_grad_enabled(grad):
         for _ in range(length):
             carry, output = step(variables, carry, env_keys, actor_keys)
-            timesteps.append(carry.timestep)
-            outputs.append(output)
-        stacked = _stack(timesteps, time_axis), _stack(outputs, time_axis)
-    return carry, Trajectory(*stacked, actor_state, carry.actor_state)
+            recorder.add(carry, output)
+        return carry, recorder.trajectory(time_axis)
 
 
 def _contiguous(carry: Carry) -> Carry:

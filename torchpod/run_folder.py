@@ -28,7 +28,13 @@ from torchpod.metrics import METRICS_FILE
 JOB = "TORCHELASTIC_RUN_ID"
 MAY_CHANGE = (
     *("total_env_steps", "device", "threads", "compile", "logger", "checkpoint", "evaluation"),
-    *("loop.iterations_per_call", "loop.num_actor_threads", "loop.queue_size", "loop.timeout_s"),
+    *(
+        "loop.iterations_per_call",
+        "loop.num_actor_threads",
+        "loop.pools_per_actor",
+        "loop.queue_size",
+        "loop.timeout_s",
+    ),
 )
 """What a resumed run takes from the new settings, where they were given: it stays the same run."""
 

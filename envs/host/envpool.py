@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from torchpod import random
-from torchpod.env import make_timestep
 from torchpod.envs.arguments import at_least
-from torchpod.envs.host.gymnasium import spec_of, to_tensors
+from torchpod.envs.host.gymnasium import host_timestep, spec_of, to_tensors
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec
-from torchpod.types import LAST, TimeStep, Tree
+from torchpod.types import TimeStep, Tree
 
 _RESERVED = {
     "num_envs": "init makes one environment per key",
@@ -69,7 +68,7 @@ class EnvPool:
         self._options = {"num_threads": num_threads, **options}
         self._pool: Any = None
         self._sent = False
-        self._was_last: Tensor = torch.zeros(0, dtype=torch.bool)
+        self._was_last = np.zeros(0, bool)
         with _making(task, options):
             spec = _envpool().make_spec(task, **options)
             config, observation_space, action_space = spec.config, spec.observation_space, spec.action_space
@@ -95,11 +94,8 @@ class EnvPool:
             pool = _envpool().make_gymnasium(self.spec.name, num_envs=len(seeds), seed=seeds, **self._options)
             observation, _ = pool.reset()
         self._pool = pool
-        no = torch.zeros(len(seeds), dtype=torch.bool)
-        self._was_last = no
-        return None, make_timestep(
-            self._observation(observation), torch.zeros(len(seeds)), reset=~no, terminated=no, truncated=no
-        )
+        self._was_last = np.ones(len(seeds), bool)
+        return None, self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
         """See `Env.step`."""
@@ -123,29 +119,20 @@ class EnvPool:
             raise RuntimeError(f"{self.spec.name}: recv() comes after send().")
         observation, reward, terminated, truncated, info = self._pool.recv()
         self._sent = False
-        terminated, truncated = torch.from_numpy(terminated), torch.from_numpy(truncated)
-        extras = {}
-        if "reward" in info:
-            extras["raw_reward"] = torch.from_numpy(info["reward"]).masked_fill(self._was_last, 0.0)
+        raw_reward, game_over = info.get("reward"), None
         if "terminated" in info:
-            over = torch.from_numpy(info["terminated"] != 0)
+            over = info["terminated"] != 0
+            game_over = truncated | over if self._episodic_life else None
             terminated = terminated | over
-            if self._episodic_life:
-                extras["game_over"] = (truncated | over) & ~self._was_last
-        timestep = make_timestep(
-            self._observation(observation),
-            torch.from_numpy(reward).float(),
-            reset=self._was_last,
-            terminated=terminated,
-            truncated=truncated,
-            extras=extras,
-        )
-        self._was_last = timestep.step_type == LAST
-        return timestep
+        return self._timestep(observation, reward, terminated, truncated, raw_reward, game_over)
 
     def close(self) -> None:
         """Lets go of the pool, which ends its threads."""
         self._pool, self._sent = None, False
+
+    def _timestep(self, observation: Any, *outcome: Any) -> TimeStep:
+        timestep, self._was_last = host_timestep(self._observation(observation), self._was_last, *outcome)
+        return timestep
 
     def _observation(self, observation: Any) -> Tree:
         tensors = to_tensors(observation, self.spec.observation)

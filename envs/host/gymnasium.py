@@ -1,10 +1,11 @@
 """Gymnasium environments as host environments: any registered id, and classes or factories of one's own."""
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 
 from torchpod import random
-from torchpod.env import make_timestep
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
-from torchpod.types import LAST, TimeStep, Tree
+from torchpod.types import MID, TimeStep, Tree
 
 
 class Gymnasium:
@@ -47,7 +47,8 @@ class Gymnasium:
         self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
         self._processes = processes
         self._envs: Any = None
-        self._was_last: Tensor = torch.zeros(0, dtype=torch.bool)
+        self._native: Any = None
+        self._was_last = np.zeros(0, bool)
         try:
             probe = self._make()
         except gymnasium.error.Error as error:
@@ -77,34 +78,41 @@ class Gymnasium:
             self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
         seeds = random.bits(keys, 1)[:, 0].tolist()
         observation, _ = self._envs.reset(seed=seeds)
-        no = torch.zeros(keys.shape[0], dtype=torch.bool)
-        self._was_last = no
-        return None, make_timestep(
-            self._observation(observation), torch.zeros(len(seeds)), reset=~no, terminated=no, truncated=no
-        )
+        self._was_last = np.ones(len(seeds), bool)
+        return None, self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
         """See `Env.step`."""
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action: Tensor) -> None:
+        """Starts a step: with `processes`, they work until `recv`; otherwise the step is done there."""
         native = action.numpy()
         if isinstance(self.spec.action, Box):
             native = native.clip(self.spec.action.low, self.spec.action.high)
         else:
             native = native + self._first_action
+        with self._naming_a_lost_worker():
+            if self._processes:
+                self._envs.step_async(native)
+        self._native = native
+
+    def recv(self) -> TimeStep:
+        """Waits for the step that `send` started."""
+        with self._naming_a_lost_worker():
+            result = self._envs.step_wait() if self._processes else self._envs.step(self._native)
+        observation, reward, terminated, truncated, _ = result
+        return self._timestep(observation, reward, terminated, truncated)
+
+    @contextlib.contextmanager
+    def _naming_a_lost_worker(self) -> Iterator[None]:
         try:
-            observation, reward, terminated, truncated, _ = self._envs.step(native)
+            yield
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error
-        timestep = make_timestep(
-            self._observation(observation),
-            torch.from_numpy(reward).float(),
-            reset=self._was_last,
-            terminated=torch.from_numpy(terminated),
-            truncated=torch.from_numpy(truncated),
-        )
-        self._was_last = timestep.step_type == LAST
-        return None, timestep
 
     def close(self) -> None:
         """Ends worker processes and frees what the environments hold."""
@@ -121,8 +129,10 @@ class Gymnasium:
                 process.join()
             envs.closed = True
 
-    def _observation(self, observation: Any) -> Tree:
-        return to_tensors(observation, self.spec.observation)
+    def _timestep(self, observation: Any, *outcome: np.ndarray) -> TimeStep:
+        tensors = to_tensors(observation, self.spec.observation)
+        timestep, self._was_last = host_timestep(tensors, self._was_last, *outcome)
+        return timestep
 
 
 def _in_worker(make: Callable[[], Any]) -> Any:
@@ -130,6 +140,34 @@ def _in_worker(make: Callable[[], Any]) -> Any:
     if multiprocessing.parent_process() is not None:  # Gymnasium makes one in the run's own process too, to look at
         os.setpgrp()
     return make()
+
+
+def host_timestep(
+    observation: Tree,
+    reset: np.ndarray,
+    reward: np.ndarray,
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+    raw_reward: np.ndarray | None = None,
+    game_over: np.ndarray | None = None,
+) -> tuple[TimeStep, np.ndarray]:
+    """`env.make_timestep` in NumPy, and which episodes are over. All `[B]`.
+
+    For 64 environments it takes 25 us instead of 150, and never gives Python's lock away in between, which costs an
+    actor thread more than its own work when others wait for it.
+    """
+    last = (terminated | truncated) & ~reset
+    reward = np.where(reset, 0.0, reward).astype(np.float32)
+    raw = reward if raw_reward is None else np.where(reset, 0.0, raw_reward).astype(np.float32)
+    over = last if game_over is None else game_over & ~reset
+    columns = (
+        (MID + last.astype(np.int32) - reset).astype(np.int32),  # FIRST, MID, LAST = 0, 1, 2
+        reward,
+        1.0 - (terminated & ~reset).astype(np.float32),
+    )
+    step_type, reward_, discount = map(torch.from_numpy, columns)
+    extras = {"raw_reward": torch.from_numpy(raw), "game_over": torch.from_numpy(over)}
+    return TimeStep(step_type, reward_, discount, observation, extras), last
 
 
 def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:

@@ -140,6 +140,58 @@ class Scribe(Agent):
         return ActorOutput(action, {"action_log_prob": 100 * name + step, "state_value": -step, "memory": state}), state
 
 
+class Checker(Scribe):
+    """Keeps the rows that its loss sees; has something to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.rows = torch.nn.Parameter(torch.zeros(1)), []
+
+    def prepare(self, trajectory, keys):
+        t, out = trajectory.timestep, trajectory.output
+        steps = {
+            "observation": t.observation[:-1],
+            "log_prob": out.extras["action_log_prob"],
+            "action": out.action,
+            "reward": t.reward[1:],
+            "weight": (t.step_type[:-1] != LAST).float(),
+        }
+        return Batch(steps)
+
+    def loss(self, batch, keys, target):
+        self.rows.append(batch.steps)
+        return LossOutput((self.weight * batch.steps["weight"]).sum(), {})
+
+
+def assert_rows_line_up(rows):
+    for b in rows:
+        name, step = b["observation"].unbind(-1)
+        assert torch.equal(b["log_prob"], 100 * name + step)
+        assert torch.equal(b["reward"][b["weight"] > 0], (10 * step + b["action"])[b["weight"] > 0])
+        assert b["weight"].sum().item() == pytest.approx(1.0)
+
+
+def assert_lines_up(tr):
+    """Every number of a trajectory of the scribe names the environment and the step that it belongs to."""
+    step_type, observation, action = tr.timestep.step_type, tr.timestep.observation, tr.output.action
+    reset = step_type[:-1] == LAST
+    named = 10 * observation[:-1, :, 1] + action
+    assert torch.equal(tr.timestep.reward[1:], torch.where(reset, 0.0, named))
+    assert torch.equal(tr.output.extras["action_log_prob"], 100 * observation[:-1, :, 0] + observation[:-1, :, 1])
+    assert torch.equal(tr.output.extras["state_value"], -observation[:-1, :, 1])
+    assert torch.equal(step_type[1:] == FIRST, reset)
+    # the reset shows the next episode's first observation, any other step the next step of the same episode
+    assert torch.equal(observation[1:, :, 1], torch.where(reset, 0.0, observation[:-1, :, 1] + 1))
+    assert torch.equal((observation[1:] == observation[:-1])[..., 0] | reset, torch.ones_like(reset))
+    is_last, count = step_type == LAST, observation[..., 1]
+    truncated = is_last & (tr.timestep.discount == 1)
+    assert (count[truncated] == 7).all() and (count <= 7).all()
+    assert ((tr.timestep.discount == 0) <= is_last).all()
+    # a recurrent state that counts acts since FIRST; the state after the last act is the carry's
+    assert torch.equal(tr.output.extras["memory"], observation[:-1, :, 1] + 1)
+    assert torch.equal(tr.last_actor_state, tr.output.extras["memory"][-1])
+
+
 def test_rewards_actions_and_log_probs_of_a_trajectory_line_up(seed):
     agent, env, size = Scribe(), Names(), 16
     env_keys, actor_keys = (random.split(random.key(seed + i), size) for i in range(2))
@@ -147,32 +199,17 @@ def test_rewards_actions_and_log_probs_of_a_trajectory_line_up(seed):
     for _ in range(3):
         before = carry
         carry, tr = unroll(make_step(agent, env), {}, carry, env_keys, actor_keys, length=11)
-        step_type, observation, action = tr.timestep.step_type, tr.timestep.observation, tr.output.action
+        step_type, action = tr.timestep.step_type, tr.output.action
         assert step_type.shape == (12, size) and action.shape == (11, size)
         for x, y, z in zip(*map(pytree.tree_leaves, (tr.timestep, before.timestep, carry.timestep)), strict=True):
             assert torch.equal(x[0], y) and torch.equal(x[-1], z)
-        reset = step_type[:-1] == LAST
-        named = 10 * observation[:-1, :, 1] + action
-        assert torch.equal(tr.timestep.reward[1:], torch.where(reset, 0.0, named))
-        assert torch.equal(tr.output.extras["action_log_prob"], 100 * observation[:-1, :, 0] + observation[:-1, :, 1])
-        assert torch.equal(tr.output.extras["state_value"], -observation[:-1, :, 1])
-        assert torch.equal(step_type[1:] == FIRST, reset)
-        # the reset shows the next episode's first observation, any other step the next step of the same episode
-        assert torch.equal(observation[1:, :, 1], torch.where(reset, 0.0, observation[:-1, :, 1] + 1))
-        assert torch.equal((observation[1:] == observation[:-1])[..., 0] | reset, torch.ones_like(reset))
-        is_last, count = step_type == LAST, observation[..., 1]
-        truncated = is_last & (tr.timestep.discount == 1)
-        assert (count[truncated] == 7).all() and (count <= 7).all()
-        assert ((tr.timestep.discount == 0) <= is_last).all()
-        # a recurrent state that counts acts since FIRST; the state after the last act is the carry's
-        assert torch.equal(tr.output.extras["memory"], observation[:-1, :, 1] + 1)
+        assert_lines_up(tr)
         assert torch.equal(tr.actor_state, before.actor_state)
-        assert torch.equal(tr.last_actor_state, tr.output.extras["memory"][-1])
         # which draw is whose: action t of the unroll comes from the counter of step t + 1
         for t in range(11):
             keys = random.at(actor_keys, before.step + t + 1)
             assert torch.equal(action[t], random.to_integer(random.bits(keys, 1)[..., 0], 5))
-        done += int(is_last.sum())
+        done += int((step_type == LAST).sum())
     assert done > size
 
 
@@ -191,37 +228,12 @@ def test_two_short_unrolls_equal_one_long_one(seed):
 
 def test_columns_of_a_row_stay_together_in_every_minibatch(seed):
     """The loss sees the rows: in each of them action, log-prob, reward and observation must name one step."""
-    size, rows = 8, []
-
-    class Checker(Scribe):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-        def prepare(self, trajectory, keys):
-            t, out = trajectory.timestep, trajectory.output
-            steps = {
-                "observation": t.observation[:-1],
-                "log_prob": out.extras["action_log_prob"],
-                "action": out.action,
-                "reward": t.reward[1:],
-                "weight": (t.step_type[:-1] != LAST).float(),
-            }
-            return Batch(steps)
-
-        def loss(self, batch, keys, target):
-            rows.append(batch.steps)
-            return LossOutput((self.weight * batch.steps["weight"]).sum(), {})
-
-    agent, env = Checker(), Names()
+    size, agent, env = 8, Checker(), Names()
     env_keys, actor_keys = (random.split(random.key(seed + i), size) for i in range(2))
     carry = start(agent, env, env_keys)
     params, buffers = variables_of(agent)
     _, trajectory = unroll(make_step(agent, env), params, carry, env_keys, actor_keys, length=12)
     learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=4), num_iterations=1)
     learner.update(learner.init(params, buffers), trajectory, env_keys)
-    for b in rows:
-        name, step = b["observation"].unbind(-1)
-        assert torch.equal(b["log_prob"], 100 * name + step)
-        assert torch.equal(b["reward"][b["weight"] > 0], (10 * step + b["action"])[b["weight"] > 0])
-        assert b["weight"].sum().item() == pytest.approx(1.0)
+    assert len(agent.rows) >= 4
+    assert_rows_line_up(agent.rows)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.contracts.test_alignment import Checker, Names, assert_lines_up, assert_rows_line_up
 from torchpod import random
 from torchpod.algos.a2c import A2C
 from torchpod.algos.impala import IMPALA, IMPALAConfig
@@ -23,6 +24,7 @@ from torchpod.envs.host import Gymnasium
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig, train
 from torchpod.sebulba.loop import Program
+from torchpod.types import LAST
 
 T, B = 8, 4
 LEARNER = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-2)
@@ -133,6 +135,35 @@ def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent, host):
     assert not torch.equal(got.learner.params["policy.weight"], begin.learner.params["policy.weight"])
 
 
+@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+@pytest.mark.parametrize("num_actors", [0, 1, 2])
+def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, host):
+    env, agent, ended = HostEnv(Names()) if host else Names(), Checker(), 0
+    sebulba = Sebulba(
+        lambda: agent,
+        lambda: copy.copy(env),
+        num_envs=B,
+        unroll_length=T,
+        learner=LEARNER,
+        num_iterations=6,
+        compiler=Compiler(enabled=False),
+        config=SebulbaConfig(num_actor_threads=num_actors, lag=0),
+    )
+    before, names = sebulba.init(seed), []
+    for _, program in train(sebulba, before):
+        trajectory = program.trajectory
+        assert_lines_up(trajectory)
+        assert torch.equal(trajectory.actor_state, before.carry.actor_state)
+        for now, then in zip(*map(pytree.tree_leaves, (trajectory.timestep, before.carry.timestep)), strict=True):
+            assert torch.equal(now[0], then)
+        before, ended = program.state, ended + int((trajectory.timestep.step_type[1:] == LAST).sum())
+        names.append(trajectory.timestep.observation[..., 0])
+    learned = 6 * LEARNER.num_epochs * LEARNER.num_minibatches
+    assert_rows_line_up(agent.rows[-learned:])  # those before are of the warm-up, from one step repeated
+    assert ended > B
+    assert torch.cat(names).unique().numel() > ended  # every episode has a name of its own
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_with_a_fixed_lag_two_runs_are_equal_whatever_the_threads_do(seed, lag):
     config = SebulbaConfig(num_actor_threads=2, lag=lag)
@@ -158,6 +189,18 @@ def test_two_actors_act_as_one_does(seed):
     one, two = (make(SebulbaConfig(num_actor_threads=num, lag=0), iterations=3) for num in (1, 2))
     first, second = run(one, one.init(seed)), run(two, two.init(seed))
     assert_equal(second[0], first[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make_env", [CartPole, lambda: HostEnv(CartPole()), lambda: Gymnasium("CartPole-v1")])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_two_pools_of_one_actor_act_as_two_actors_do(seed, lag, make_env):
+    ends = []
+    for num_actors, num_pools in ((2, 1), (1, 2), (0, 2)):
+        config = SebulbaConfig(num_actor_threads=num_actors, pools_per_actor=num_pools, lag=lag)
+        sebulba = make(config, env=make_env(), iterations=6)
+        ends.append(run(sebulba, sebulba.init(seed))[0])
+    assert_equal(ends[1], ends[0])
+    assert_equal(ends[2], ends[0])
 
 
 @pytest.mark.parametrize("refresh", ["unroll", "step"])
@@ -293,6 +336,7 @@ def test_a_learner_that_fails_takes_its_actors_along(seed, monkeypatch):
     ("config", "message"),
     [
         (SebulbaConfig(num_actor_threads=3), "num_envs=4 per rank cannot be split by loop.num_actor_threads=3"),
+        (SebulbaConfig(pools_per_actor=4), "loop.num_actor_threads=2 with loop.pools_per_actor=4; use a multiple of 8"),
         (SebulbaConfig(updates_per_batch=3), "loop.updates_per_batch=3; use a multiple of 3"),
         (SebulbaConfig(refresh="step"), "loop.refresh=step takes the newest"),
         (SebulbaConfig(lag=2), "cannot correct for loop.lag=2; use loop.lag=1"),

@@ -9,8 +9,10 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from tensordict import TensorDict
+
 from torchpod.agent import Variables
-from torchpod.types import Carry, Trajectory
+from torchpod.types import Carry, Tree
 
 _WATCH_S = 0.5  # between two looks at the watchdog
 
@@ -44,15 +46,18 @@ class Phases:
 
 
 class Item(NamedTuple):
-    """What an actor puts."""
+    """One unroll of one pool of environments."""
 
-    trajectory: Trajectory
+    steps: TensorDict
+    """`[b, T]`, with TorchRL's keys (interop/tensordicts.py)."""
+    actor_state: Tree
+    """`[b, ...]`, the recurrent state before the first step."""
     carry: Carry
-    """Where its environments stand after the trajectory."""
+    """Where its environments stand after the last step."""
     version: int
     """Updates behind the parameters of its first step."""
     seconds: dict[str, float]
-    """Of the actor thread by phase, since its last item."""
+    """Of the actor thread by phase, since its last unroll."""
 
 
 class Exchange:
@@ -61,7 +66,7 @@ class Exchange:
     Args:
       phases: of each actor, for the watchdog.
       lag: unroll n waits for version `n - lag`, or takes the newest if None.
-      capacity: trajectories that an actor may be ahead of the learner; then it waits.
+      capacity: unrolls that an actor may be ahead of the learner; then it waits.
       timeout_s: an environment step that takes longer is an error.
     """
 
@@ -69,7 +74,7 @@ class Exchange:
         self._phases, self._lag = phases, lag
         self._capacity, self._timeout_s = capacity, timeout_s
         self._changed = threading.Condition()
-        self._queues: list[deque[Item]] = [deque() for _ in phases]
+        self._queues: list[deque[list[Item]]] = [deque() for _ in phases]
         self._versions: dict[int, Variables] = {}
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
@@ -90,7 +95,7 @@ class Exchange:
             return [self._versions[v] for v in sorted(self._versions)]
 
     def collect(self) -> list[Item]:
-        """The next trajectory of every actor, in their order.
+        """The next unroll of every pool of every actor, in their order.
 
         Raises:
           ActorError: if an actor failed, or has been in its environment for longer than the time-out.
@@ -100,7 +105,7 @@ class Exchange:
                 self._raise_failure()
                 self._changed.wait(_WATCH_S)
             self._raise_failure()
-            items = [queue.popleft() for queue in self._queues]
+            items = [item for queue in self._queues for item in queue.popleft()]
             self._changed.notify_all()
             return items
 
@@ -135,14 +140,14 @@ class Exchange:
                 raise ClosedError
             return self._versions[max(self._versions)]
 
-    def put(self, actor: int, item: Item) -> None:
-        """Hands a trajectory over; waits while the queue is full."""
+    def put(self, actor: int, items: list[Item]) -> None:
+        """Hands an unroll over; waits while the queue is full."""
         with self._changed:
             while len(self._queues[actor]) >= self._capacity and not self._closed:
                 self._changed.wait()
             if self._closed:
                 raise ClosedError
-            self._queues[actor].append(item)
+            self._queues[actor].append(items)
             self._changed.notify_all()
 
     def fail(self, actor: int, error: BaseException) -> None:

@@ -24,10 +24,11 @@ from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
 from torchpod.episodes import count_episodes, mean_metrics
+from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start
-from torchpod.sebulba.actor import Actor, make_act
-from torchpod.sebulba.exchange import Exchange, Item
+from torchpod.sebulba.actor import Actor, Pool, make_act
+from torchpod.sebulba.exchange import Exchange, Item, Phases
 from torchpod.types import Carry, Trajectory, Tree
 
 JOIN_S = 4.0
@@ -40,6 +41,8 @@ class SebulbaConfig:
 
     num_actor_threads: int = 2
     """0: no threads, everything in turn in the main thread, for debugging."""
+    pools_per_actor: int = 1
+    """Parts of an actor's environments. With 2, one is stepped while the actor decides for the other."""
     lag: int | Literal["free"] = 1
     """Unroll n is done with the parameters after n - lag updates, so that runs repeat to the bit; "free": with the
     newest there are."""
@@ -87,11 +90,16 @@ class Sebulba:
         device: torch.device | str = "cpu",
     ) -> None:
         config = config or SebulbaConfig()
-        num_actors = max(1, config.num_actor_threads)
-        for name, parts in (("num_actor_threads", num_actors), ("updates_per_batch", config.updates_per_batch)):
+        self.num_actors = max(1, config.num_actor_threads)
+        num_pools = self.num_actors * config.pools_per_actor
+        for name, parts in (
+            (f"num_actor_threads={self.num_actors}", self.num_actors),
+            (f"num_actor_threads={self.num_actors} with loop.pools_per_actor={config.pools_per_actor}", num_pools),
+            (f"updates_per_batch={config.updates_per_batch}", config.updates_per_batch),
+        ):
             if num_envs % parts:
                 raise ValueError(
-                    f"num_envs={num_envs} per rank cannot be split by loop.{name}={parts}; use a multiple of {parts}."
+                    f"num_envs={num_envs} per rank cannot be split by loop.{name}; use a multiple of {parts}."
                 )
         if torch.device(device).type != "cpu":
             raise ValueError(f"device={device}: Sebulba acts and learns on the CPU so far; use device=cpu.")
@@ -108,7 +116,7 @@ class Sebulba:
             )
         self.num_envs, self.unroll_length, self.num_iterations = num_envs, unroll_length, num_iterations
         self.config, self.ranks, self.device = config, ranks, torch.device(device)
-        self.envs = [make_env() for _ in range(num_actors)]
+        self.envs = [make_env() for _ in range(num_pools)]
         self.learner = Learner(
             self.agent,
             learner,
@@ -123,7 +131,7 @@ class Sebulba:
             (compiler(make_step(agent, env)) if env.traits.pure else None, compiler(make_act(agent)))
             for agent, env in zip(agents, self.envs, strict=False)
         ]
-        self._advances = advances * num_actors if compiler.enabled else advances
+        self._advances = advances * num_pools if compiler.enabled else advances
 
     @property
     def restartable(self) -> bool:
@@ -160,21 +168,24 @@ class Sebulba:
         return tuple(versions[max(0, len(versions) - 1 - back)] for back in range(lag, 0, -1))
 
     def actors(self, state: RunState) -> list[Actor]:
-        """One for each share of the environments, standing where the state says."""
-        num, actors = len(self.envs), []
+        """Actors that stand where the state says."""
+        num, clocks = len(self.envs), [Phases() for _ in range(self.num_actors)]
+        pools = []
         for k, env in enumerate(self.envs):
-            actor = Actor(
+            carry = pytree.tree_map(lambda x, k=k: x.chunk(num)[k] if x.ndim else x, state.carry)
+            keys = state.env_keys.chunk(num)[k], state.actor_keys.chunk(num)[k]
+            pools.append(Pool(env, self._advances[k], *keys, carry, clocks[k // self.config.pools_per_actor]))
+        each = self.config.pools_per_actor
+        return [
+            Actor(
                 k,
-                env,
-                self._advances[k],
-                state.env_keys.chunk(num)[k],
-                state.actor_keys.chunk(num)[k],
+                pools[k * each : (k + 1) * each],
+                clock,
                 length=self.unroll_length,
                 refresh=self.config.refresh == "step",
             )
-            actor.carry = pytree.tree_map(lambda x, k=k: x.chunk(num)[k] if x.ndim else x, state.carry)
-            actors.append(actor)
-        return actors
+            for k, clock in enumerate(clocks)
+        ]
 
     def warm_up(self, state: RunState) -> None:
         """Compiles everything in this thread, without a step of an environment: torch compiles in one thread only."""
@@ -192,12 +203,12 @@ class Sebulba:
             pytree.tree_map(lambda x, times=times: torch.stack([x] * times), tree)
             for tree, times in ((share.timestep, self.unroll_length + 1), (output, self.unroll_length))
         )
-        trajectory = Trajectory(timesteps, outputs, share.actor_state, share.actor_state)
-        self.learn(state, [Item(trajectory, share, 0, {})] * num)
+        steps = to_tensordict(Trajectory(timesteps, outputs, (), ()))
+        self.learn(state, [Item(steps, share.actor_state, share, 0, {})] * num)
 
     def learn(self, state: RunState, items: list[Item]) -> tuple[RunState, dict[str, Tensor]]:
-        """The update of one iteration, from one trajectory of every actor."""
-        trajectory = merge([item.trajectory for item in items])
+        """The update of one iteration, from one unroll of every pool."""
+        trajectory = merge(items)
         learner, num, history = state.learner, self.config.updates_per_batch, []
         metrics: dict[str, Tensor] = {}
         with span("update"):
@@ -259,7 +270,7 @@ class Program:
         if self._threaded:
             items = self._exchange.collect()
         else:
-            items = [actor.produce(self._exchange, number) for actor in self._actors]
+            items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited, occupancy = time.perf_counter() - began, self._exchange.occupancy()
         self._state, metrics = self._sebulba.learn(self._state, items)
         self._exchange.publish(number + 1, self._state.learner.params | self._state.learner.buffers)
@@ -270,6 +281,7 @@ class Program:
             "policy_age_max": max(ages),
             "queue_occupancy": occupancy,
             "learner_wait": waited / took,
+            "inference_batches_per_s": len(items) * self._sebulba.unroll_length / took,
         } | _shares([item.seconds for item in items])
         device = self._state.env_steps.device
         metrics |= {name: torch.tensor(float(value), device=device) for name, value in told.items()}
@@ -279,7 +291,7 @@ class Program:
     @property
     def trajectory(self) -> Trajectory:
         """What the last iteration learned from."""
-        return merge([item.trajectory for item in self._items])
+        return merge(self._items)
 
     def close(self) -> None:
         """Ends the threads and closes the environments."""
@@ -329,20 +341,17 @@ def _shares(seconds: list[dict[str, float]]) -> dict[str, float]:
     return shares | {"actor_wait": sum(s.get(name, 0.0) for s in seconds for name in ("parameters", "queue")) / total}
 
 
-def merge(trajectories: list[Trajectory]) -> Trajectory:
-    """Trajectories of several actors as one of all their environments."""
-    if len(trajectories) == 1:
-        return trajectories[0]
-    steps = [(t.timestep, t.output) for t in trajectories]
-    states = [(t.actor_state, t.last_actor_state) for t in trajectories]
-    return Trajectory(*_cat(steps, 1), *_cat(states, 0))
+def merge(items: list[Item]) -> Trajectory:
+    """The unrolls of several pools as one of all their environments."""
+    states = _cat([(item.actor_state, item.carry.actor_state) for item in items])
+    return to_trajectory([item.steps for item in items], *states)
 
 
 def side_by_side(carries: list[Carry]) -> Carry:
-    """Carries of several actors as one of all their environments; all have made the same number of steps."""
+    """Carries of several pools as one of all their environments; all have made the same number of steps."""
     if len(carries) == 1:
         return carries[0]
-    env_state, timestep, actor_state = _cat([carry[:3] for carry in carries], 0)
+    env_state, timestep, actor_state = _cat([carry[:3] for carry in carries])
     return Carry(env_state, timestep, actor_state, carries[0].step)
 
 
@@ -355,5 +364,5 @@ def _part(trajectory: Trajectory, index: int, num: int) -> Trajectory:
     return Trajectory(*cut((trajectory.timestep, trajectory.output), 1), *cut(trajectory[2:], 0))
 
 
-def _cat(trees: list[Any], axis: int) -> Any:
-    return pytree.tree_map(lambda *xs: torch.cat(xs, axis), *trees)
+def _cat(trees: list[Any]) -> Any:
+    return pytree.tree_map(lambda *xs: torch.cat(xs), *trees)

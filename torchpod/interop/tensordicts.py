@@ -1,0 +1,117 @@
+"""Trajectories as TensorDicts with TorchRL's keys, and back: what crosses a boundary (docs/design.md section 3).
+
+| key | shape | from |
+|---|---|---|
+| `observation` | `[B, T, ...]`, nested if it is a dict | `timestep.observation` |
+| `action` | `[B, T]` or `[B, T, A]` | `output.action` |
+| `action_log_prob`, ... | `[B, T, ...]` | `output.extras` |
+| `state_value` | `[B, T, 1]` | `output.extras` |
+| `reward` | `[B, T, 1]` | `timestep.reward` |
+| `done`, `terminated`, `truncated`, `is_init` | `[B, T, 1]` bool | `timestep.step_type`, `timestep.discount` |
+| `step_type`, `discount`, `raw_reward`, `game_over`, ... | `[B, T, ...]` | `timestep` |
+
+`("next", key)` is there for everything of a timestep, one step later. A row whose `done` is True is the reset between
+two episodes, no transition: mask it. Except for the four booleans nothing is copied: `observation` and
+`("next", "observation")` are views of the same memory.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod.types import FIRST, LAST, ActorOutput, TimeStep, Trajectory, Tree
+
+_COLUMNS = ("reward", "state_value")
+"""What TorchRL wants with an axis of size 1 at the end."""
+_DERIVED = ("done", "terminated", "truncated", "is_init")
+
+
+def to_tensordict(trajectory: Trajectory) -> TensorDict:
+    """The steps of a trajectory, batch size `[B, T]`, without the recurrent states.
+
+    Args:
+      trajectory: `timestep [T + 1, B, ...]`, `output [T, B, ...]`.
+
+    Raises:
+      ValueError: if the agent or the environment uses a name of the table above for something of its own.
+    """
+    timestep, output = trajectory.timestep, trajectory.output
+    length, size = timestep.step_type.shape[0] - 1, timestep.step_type.shape[1]
+    done = timestep.step_type == LAST
+    alive = torch.stack([d.reshape(length + 1, size, -1).amax(-1) for d in pytree.tree_leaves(timestep.discount)])
+    terminated = done & (alive.amax(0) == 0)
+    entries: dict[str, Tree] = {
+        **{name: value for name, value in timestep._asdict().items() if name != "extras"},
+        "done": done,
+        "terminated": terminated,
+        "truncated": done & ~terminated,
+        "is_init": timestep.step_type == FIRST,
+    }
+    chosen: dict[str, Tree] = {"action": output.action}
+    for target, extras, whose in ((entries, timestep.extras, "environment"), (chosen, output.extras, "agent")):
+        for name, value in extras.items():
+            if name in entries or name in chosen or name == "next":
+                raise ValueError(f"the {whose}'s extras[{name!r}] has the name of a key of TorchRL; choose another.")
+            target[name] = value
+
+    def shifted(start: int) -> dict[str, Tree]:
+        return {name: _map(name, lambda x: x[start : start + length], value) for name, value in entries.items()}
+
+    steps = shifted(0) | {name: _map(name, lambda x: x, value) for name, value in chosen.items()}
+    return TensorDict({**steps, "next": shifted(1)}, batch_size=[size, length])
+
+
+def to_trajectory(parts: Sequence[TensorDict], actor_state: Tree = (), last_actor_state: Tree = ()) -> Trajectory:
+    """The trajectory of all environments of several TensorDicts, each from `to_tensordict`; a copy.
+
+    Args:
+      parts: batch sizes `[B_0, T]`, `[B_1, T]`, ...
+      actor_state: recurrent state before the first step, `[B_0 + B_1 + ..., ...]`.
+      last_actor_state: the same after the last.
+    """
+    trees = [part.to_dict() for part in parts]
+    nexts = [tree.pop("next") for tree in trees]
+
+    def joined(name: str) -> Tree:
+        return pytree.tree_map(
+            lambda *xs: _join(name, xs[: len(parts)], xs[len(parts) :]),
+            *(tree.pop(name) for tree in trees),
+            *(tree.pop(name) for tree in nexts),
+        )
+
+    for name in _DERIVED:
+        for tree in (*trees, *nexts):
+            tree.pop(name, None)
+    fields = {name: joined(name) for name in TimeStep._fields if name != "extras"}
+    timestep = TimeStep(**fields, extras={name: joined(name) for name in list(nexts[0])})
+    rest = {
+        name: pytree.tree_map(lambda *xs, name=name: _join(name, xs), *(tree[name] for tree in trees))
+        for name in trees[0]
+    }
+    return Trajectory(timestep, ActorOutput(rest.pop("action"), rest), actor_state, last_actor_state)
+
+
+def _map(name: str, cut: Callable[[Tensor], Tensor], value: Tree) -> Tree:
+    """`[B, T, ...]` of `[T, B, ...]`, cut in time."""
+    column = name in _COLUMNS or name in _DERIVED
+
+    def entry(x: Tensor) -> Tensor:
+        x = cut(x).transpose(0, 1)
+        return x.unsqueeze(-1) if column else x
+
+    return pytree.tree_map(entry, value)
+
+
+def _join(name: str, parts: Sequence[Tensor], nexts: Sequence[Tensor] = ()) -> Tensor:
+    """`[T, B, ...]` of parts `[B_k, T, ...]`, or `[T + 1, B, ...]` with the last one of the next ones."""
+    if name in _COLUMNS:
+        parts, nexts = [x.squeeze(-1) for x in parts], [x.squeeze(-1) for x in nexts]
+    size, length = sum(x.shape[0] for x in parts), parts[0].shape[1]
+    whole = parts[0].new_empty(length + bool(nexts), size, *parts[0].shape[2:])
+    torch.cat([x.transpose(0, 1) for x in parts], 1, out=whole[:length])
+    if nexts:
+        torch.cat([x[:, -1] for x in nexts], 0, out=whole[length])
+    return whole
