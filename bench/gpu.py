@@ -22,12 +22,15 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench import harness
 from torchpod.bench.harness import Row, RowMaker
+from torchpod.bench.sebulba_worker import measure
 from torchpod.compile import Compiler
 from torchpod.envs.cartpole import CartPole
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 
 NUM_ENVS = (1024, 4096, 16_384, 65_536)
+HOST_CASES = tuple((task, b, t) for task in ("Pong-v5", "Breakout-v5") for b in (32, 256) for t in (20, 60))
+"""Task, environments over all actors, unroll length."""
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 TOLERANCE = 1e-4
 """On parameters after one iteration: floats differ by ulps between eager, compiled and captured kernels."""
@@ -44,6 +47,9 @@ def main(json_path: str | None = None, *, quick: bool = False, device: str = "cu
     for num_envs in NUM_ENVS[:1] if quick else NUM_ENVS:
         rows += throughput(device, num_envs, iterations=2 if quick else 20)
         print(f"{rows[-1].name}: {rows[-1].value:,.0f} {rows[-1].unit}", flush=True)
+    for task, num_envs, unroll_length in (("CartPole-v1", 8, 8),) if quick else HOST_CASES:
+        rows += host_throughput(device, task, num_envs, unroll_length, iterations=2 if quick else 20)
+        print(f"{rows[-1].name}: {rows[-1].value:.2f} {rows[-1].unit}", flush=True)
     path = harness.write_results(
         "gpu",
         rows,
@@ -172,6 +178,34 @@ def throughput(device: str, num_envs: int, iterations: int) -> list[Row]:
         make.alone(f"setup_ppo_cartpole/{num_envs}", setup_s, "s"),
         make.alone(f"memory_ppo_cartpole/{num_envs}", memory, "bytes"),
         make.alone(f"ppo_cartpole/{num_envs}", rates[1], "env_steps/s", rates),
+    ]
+
+
+def host_throughput(device: str, task: str, num_envs: int, unroll_length: int, iterations: int) -> list[Row]:
+    """Sebulba with IMPALA on EnvPool: environment steps per second, and their share of what EnvPool does alone."""
+    results = {
+        mode: measure(
+            task,
+            num_envs,
+            mode,
+            actors=num_actors,
+            pools=num_actors,
+            iterations=iterations,
+            repeats=3,
+            threads=1,
+            seed=0,
+            algo="impala",
+            unroll_length=unroll_length,
+            device=device,
+        )
+        for mode, num_actors in (("env_only", 1), ("update", 2))
+    }
+    make, where = RowMaker(), f"{task}/{num_envs}x{unroll_length}"
+    raw, ours = (results[mode]["env_steps_per_s"]["median"] for mode in ("env_only", "update"))
+    return [
+        make.alone(f"raw_envpool_{where}", raw, "env_steps/s", harness.rates(results["env_only"])),
+        make.alone(f"impala_{where}", ours, "env_steps/s", harness.rates(results["update"])),
+        make.alone(f"impala_of_raw_{where}", ours / raw, "share"),
     ]
 
 

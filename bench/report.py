@@ -19,7 +19,7 @@ REGRESSION = 0.1
 HEADER = """# Benchmarks
 
 Written by `torchpod bench report` from `bench/results/`; do not edit. A ratio is torchpod over its peer in the same run
-on the same core, with the smallest and the largest of the rounds in brackets: above 1 torchpod is faster, except for
+on the same cores, with the smallest and the largest of the rounds in brackets: above 1 torchpod is faster, except for
 seconds, where below 1 is. Rates are environment steps per second, without compilation, the median over the rounds.
 """
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchpod.agent import Agent
+from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import RunState
 from torchpod.bench.harness import Measurement
@@ -26,24 +28,19 @@ from torchpod.compile import Compiler
 from torchpod.envs.host import EnvPool
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig
-from torchpod.sebulba.exchange import Item
-from torchpod.sebulba.loop import Program, merge, side_by_side
-from torchpod.types import FIRST
+from torchpod.sebulba.loop import Program
+from torchpod.types import FIRST, Trajectory
 
-UNROLL_LENGTH = 128
 ATARI = {"reward_clip": True, "episodic_life": True}
-NATURE = PPOConfig(torso="nature", shared=True)
 
 
 class Acting(Sebulba):
     """The loop without an update: inference and environments alone."""
 
-    def learn(self, state: RunState, items: list[Item]) -> tuple[RunState, dict[str, Tensor]]:
+    def update(self, state: RunState, trajectory: Trajectory) -> tuple[RunState, dict[str, Tensor]]:
         """Counts."""
-        timestep = merge(items).timestep
-        steps = (timestep.step_type[1:] != FIRST).sum()
-        carry = side_by_side([item.carry for item in items])
-        return state._replace(carry=carry, iteration=state.iteration + 1, env_steps=state.env_steps + steps), {}
+        steps = (trajectory.timestep.step_type[1:] != FIRST).sum()
+        return state._replace(iteration=state.iteration + 1, env_steps=state.env_steps + steps), {}
 
 
 def measure(
@@ -58,6 +55,9 @@ def measure(
     threads: int,
     seed: int,
     compiled: bool = True,
+    algo: str = "ppo",
+    unroll_length: int = 128,
+    device: str = "cpu",
 ) -> Measurement:
     """Warms up for one call, then times `repeats` calls of `iterations` iterations each.
 
@@ -72,11 +72,18 @@ def measure(
       threads: OpenMP threads of the learner.
       seed: of everything.
       compiled: False to see whether it works at all.
+      algo: "ppo", 4 epochs of 4 minibatches, or "impala", one update per batch.
+      unroll_length: T.
+      device: of actors and learner.
     """
     torch.set_num_threads(threads)
-    options: dict[str, Any] = ATARI if task.startswith("Pong") else {}
+    options: dict[str, Any] = ATARI if task.startswith(("Pong", "Breakout")) else {}
     pool_threads = max(1, (os.cpu_count() or 1) // max(1, actors * pools))
-    config, agent_config = LearnerConfig(), NATURE if options else PPOConfig()
+    network: dict[str, Any] = {"torso": "nature", "shared": True} if options else {}
+    config = LearnerConfig() if algo == "ppo" else LearnerConfig(num_epochs=1, num_minibatches=1)
+
+    def make_agent() -> Agent:
+        return PPO(env.spec, PPOConfig(**network)) if algo == "ppo" else IMPALA(env.spec, IMPALAConfig(**network))
 
     def make_env() -> EnvPool:
         return EnvPool(task, num_threads=pool_threads, **options)
@@ -84,10 +91,11 @@ def measure(
     env = make_env()
     kind = Sebulba if mode == "update" else Acting
     sebulba = kind(
-        lambda: PPO(env.spec, agent_config),
+        make_agent,
         make_env,
         num_envs=num_envs,
-        unroll_length=UNROLL_LENGTH,
+        unroll_length=unroll_length,
+        device=device,
         learner=config,
         num_iterations=iterations * (1 + repeats),
         compiler=Compiler(compiled and mode != "env_only"),
@@ -95,11 +103,9 @@ def measure(
     )
     began = time.perf_counter()
     if mode == "env_only":
-        call, close = raw_call(task, num_envs, pool_threads, options), env.close
+        call, close = raw_call(task, num_envs, unroll_length, pool_threads, options), env.close
     else:
-        state = sebulba.init(seed)
-        sebulba.warm_up(state)
-        program = Program(sebulba, state)
+        program = Program(sebulba, sebulba.init(seed))
         call, close = program_call(program), program.close
     compile_s = time.perf_counter() - began
     env_steps, wall_s, cpu_s = [], [], []
@@ -115,10 +121,10 @@ def measure(
         "framework": "torchpod",
         "mode": mode,
         "num_envs": num_envs,
-        "unroll_length": UNROLL_LENGTH,
+        "unroll_length": unroll_length,
         "epochs": config.num_epochs,
         "minibatches": config.num_minibatches,
-        "batch_rows": UNROLL_LENGTH * num_envs,
+        "batch_rows": unroll_length * num_envs,
         "param_count": sum(p.numel() for p in sebulba.agent.parameters()),
         "dtype": "float32",
         "iterations": iterations,
@@ -146,7 +152,7 @@ def program_call(program: Program) -> Callable[[], int]:
     return call
 
 
-def raw_call(task: str, num_envs: int, num_threads: int, options: dict[str, Any]) -> Callable[[], int]:
+def raw_call(task: str, num_envs: int, length: int, num_threads: int, options: dict[str, Any]) -> Callable[[], int]:
     """As many steps as an iteration has, of EnvPool itself with actions drawn beforehand: nothing of ours."""
     import envpool
 
@@ -155,7 +161,7 @@ def raw_call(task: str, num_envs: int, num_threads: int, options: dict[str, Any]
         pool = envpool.make_gymnasium(task, num_envs=num_envs, seed=0, num_threads=num_threads, **options)
         pool.reset()
         space = pool.action_space
-    actions = [np.stack([space.sample() for _ in range(num_envs)]) for _ in range(UNROLL_LENGTH)]
+    actions = [np.stack([space.sample() for _ in range(num_envs)]) for _ in range(length)]
     done = np.zeros(num_envs, bool)
 
     def call() -> int:

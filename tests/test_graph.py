@@ -1,3 +1,5 @@
+import contextlib
+
 import torch
 
 from torchpod.graph import Replay
@@ -16,3 +18,77 @@ def test_a_state_that_moves_its_own_leaves_around():
         replay()
         want = tuple(x.clone() for x in rotate(want)[0])
         assert all(torch.equal(x, y) for x, y in zip(replay.state, want, strict=True))
+
+
+class FakeCuda:
+    """Notes what a capture does with devices and streams."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.streams = [], 0
+        self.here = "default"
+        for name in ("Stream", "CUDAGraph", "current_stream", "device", "stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def Stream(self):
+        self.streams += 1
+        return FakeStream(f"stream {self.streams}", self.log)
+
+    def current_stream(self):
+        return FakeStream(self.here, self.log)
+
+    def CUDAGraph(self):
+        log = self.log
+
+        class Graph:
+            def replay(self):
+                log.append("replay")
+
+        return Graph()
+
+    @contextlib.contextmanager
+    def device(self, device):
+        self.log.append(f"on {device}")
+        yield
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.here = self.here, stream.name
+        yield
+        self.here = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream, capture_error_mode):
+        self.log.append(f"capture on {stream.name}, {capture_error_mode}")
+        yield
+
+
+class FakeStream:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_every_capture_is_on_a_stream_of_its_own_on_the_device_of_the_state(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def step(state):
+        cuda.log.append(f"runs on {cuda.here}")
+        return state, state[0] + 1
+
+    replays = [Replay(step, (torch.zeros(1),), capture=True) for _ in range(2)]
+    replays[0]()
+    assert cuda.log == [
+        line
+        for stream in ("stream 1", "stream 2")
+        for line in (
+            "on cpu",
+            f"{stream} waits for default",
+            f"runs on {stream}",
+            f"runs on {stream}",
+            f"default waits for {stream}",
+            f"capture on {stream}, thread_local",
+            "runs on default",
+        )
+    ] + ["replay"]

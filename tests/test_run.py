@@ -428,19 +428,29 @@ def test_tensorboard_gets_what_the_metrics_get_and_its_absence_changes_nothing(t
     assert execute(load(more)).summary["env_steps"] > 0
 
 
-def test_a_profile_shows_the_ranges_of_an_iteration(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("loop", "names"),
+    [
+        ("anakin", ("act", "apply", "env_step", "gradient", "rollout", "update")),
+        # Of the main thread, which is what the profiler sees; act and env_step are of the evaluation.
+        ("sebulba", ("act", "apply", "env_step", "get", "gradient", "update")),
+    ],
+)
+def test_a_profile_shows_the_ranges_of_an_iteration(tmp_path: Path, loop: str, names: tuple[str, ...]):
     script = """
+import sys
 import torch
 from torchpod.main import train
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
     train(num_envs=4, total_env_steps=128, compile=False, overrides=[
-        "algo.unroll_length=8", "logger.console=false", "evaluation.episodes=1", "algo.agent.hidden=[8]"])
+        "loop=" + sys.argv[1], "env.max_episode_steps=5", "algo.unroll_length=8", "logger.console=false",
+        "evaluation.episodes=1", "algo.agent.hidden=[8]"])
 print(sorted({e.name for e in profile.events() if e.name.startswith("torchpod/")}))
 """
     found = {}
     for on in ("0", "1"):
         result = subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", script, loop],
             cwd=tmp_path,
             env={**os.environ, "TORCHPOD_PROFILE": on},
             capture_output=True,
@@ -448,7 +458,6 @@ print(sorted({e.name for e in profile.events() if e.name.startswith("torchpod/")
             check=True,
         )
         found[on] = result.stdout.splitlines()[-1]
-    names = ("act", "apply", "env_step", "gradient", "rollout", "update")
     assert found == {"0": "[]", "1": str([f"torchpod/{name}" for name in names])}
 
 

@@ -13,9 +13,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from torchpod.agent import Agent, bind
-    from torchpod.config import make_env
     from torchpod.env import Env, TensorEnv
     from torchpod.main import train
+    from torchpod.makers import make_env
     from torchpod.testing import check_agent, check_env
     from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory
 
@@ -31,7 +31,7 @@ _WHERE = {
     "bind": "agent",
     "check_agent": "testing",
     "check_env": "testing",
-    "make_env": "config",
+    "make_env": "makers",
     "train": "main",
 }
 

@@ -82,9 +82,11 @@ def span(name: str) -> Any:
     with torch.profiler.record_function(f"torchpod/{name}"):
         if torch.cuda.is_available():
             torch.cuda.nvtx.range_push(f"torchpod/{name}")
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.nvtx.range_pop()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.nvtx.range_pop()
 
 
 _PROFILE = os.environ.get("TORCHPOD_PROFILE") == "1"

@@ -5,17 +5,13 @@ Every key, value and choice that does not exist is refused with the nearest name
 
 import dataclasses
 import difflib
-import functools
 import hashlib
-import importlib.util
-import inspect
 import json
 import operator
 import re
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +24,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchpod import algos, configs, envs
-from torchpod.agent import Agent
-from torchpod.env import Env
+from torchpod import algos, configs
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import SebulbaConfig
-from torchpod.specs import EnvSpec
 
 GROUPS = ("algo", "env", "loop", "logger", "experiment")
 OBJECT = "object:"
@@ -203,7 +196,7 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
     Raises:
       ConfigError: for a value of the wrong type or out of range.
     """
-    config = _build(TrainConfig, values, "")
+    config = build(TrainConfig, values, "")
     for name in _AT_LEAST_1:
         value = operator.attrgetter(name)(config)
         if value is not None and value < 1:
@@ -255,39 +248,6 @@ def _check_ranges(values: Mapping[str, Any], prefix: str) -> None:
         if name in _RANGES and not all(low <= number <= high for number in numbers):
             shown = list(value) if isinstance(value, tuple) else value
             raise ConfigError(f"{prefix}{name}={shown} must lie from {low:g} to {high:g}.")
-
-
-def make_env(config: Mapping[str, Any] | str) -> Env:
-    """Builds an environment: `make_env("cartpole")`, `make_env({"name": "path/to/my_env.py:MyEnv", ...})`."""
-    config = {"name": config} if isinstance(config, str) else config
-    if config["name"].startswith(OBJECT):
-        raise ConfigError(
-            f"env={config['name']} was a Python object; hand it over again, e.g. train(env=..., resume=RUN)."
-        )
-    arguments = {k: v for k, v in config.items() if k != "name"}
-    maker = _find(config["name"], envs.MAKERS, "env")
-    wrapping = {}
-    if "processes" in arguments and "processes" not in inspect.signature(maker).parameters:
-        wrapping["processes"] = arguments.pop("processes")
-    _check_arguments(maker, arguments, f"env={config['name']}")
-    try:
-        env = maker(**arguments)
-        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
-            env.close()
-            return envs.Gymnasium(functools.partial(maker, **arguments), **wrapping)
-    except Exception as error:
-        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
-        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {kind}{error}") from error
-    if wrapping:
-        raise ConfigError(f"env={config['name']} takes no argument processes; it is no gymnasium.Env.")
-    return env
-
-
-def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
-    """A function that builds the agent of an algorithm for an environment."""
-    agent_class, config_class = _find(config.name, algos.MAKERS, "algo")
-    agent_config = _build(config_class, config.agent, "algo.agent.")
-    return lambda: agent_class(spec, agent_config)
 
 
 def choices(group: str) -> list[str]:
@@ -377,49 +337,7 @@ def _keys(tree: Any, prefix: str = "") -> list[str]:
     return keys
 
 
-def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
-    """A maker by name, or a class in a file of the user's by `path.py:Class`."""
-    if name in makers:
-        return makers[name]
-    if name.endswith(".py"):
-        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyEnv.")
-    path, _, attribute = name.rpartition(":")
-    if not path.endswith(".py"):
-        raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"{group}={name}: there is no file {path}; give {group}=PATH.py:{attribute} with where it is now."
-        )
-    spec = importlib.util.spec_from_file_location(f"_torchpod_user_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"{group}={name}: {path} cannot be imported: {type(error).__name__}: {error} "
-            "(TORCHPOD_TRACEBACK=1 shows where)."
-        ) from error
-    if not callable(getattr(module, attribute, None)):
-        public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
-        raise ConfigError(f"{group}={name}: {path} has no class {attribute}; {nearest(attribute, public)}")
-    return getattr(module, attribute)
-
-
-def _check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> None:
-    parameters = inspect.signature(maker).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in arguments:
-        if name not in parameters and not takes_any:
-            raise ConfigError(f"{what} takes no argument {name}; {nearest(name, parameters)}")
-    for name, parameter in parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if required and name not in arguments:
-            raise ConfigError(f"{what} needs the argument {name}; add +env.{name}=VALUE.")
-
-
-def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
+def build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     """A dataclass from a mapping, each value checked against the type of its field."""
     hints = typing.get_type_hints(cls)
     names = {f.name for f in dataclasses.fields(cls)}
@@ -435,7 +353,7 @@ def _cast(hint: Any, value: Any, name: str) -> Any:
     if hint is Any:
         return value
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return _build(hint, value, name + ".")
+        return build(hint, value, name + ".")
     if origin in (types.UnionType, typing.Union):
         for option in arguments:
             try:

@@ -18,7 +18,8 @@ class Env(Protocol):
     """What the loops need. `torchpod.check_env` tests every rule.
 
     A host environment may also have `send(action)`, which starts a step, and `recv()`, which waits for it and returns
-    its timestep: Sebulba's actors do other things in between.
+    its timestep: Sebulba's actors do other things in between. Actions and keys are valid until `recv`, or the end of
+    `step`: an environment that keeps them copies them.
     """
 
     spec: EnvSpec
@@ -140,5 +141,6 @@ class HostEnv:
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
         """See `Env.step`."""
+        action, keys = pytree.tree_map(torch.clone, (action, keys))  # which the state may keep
         self._state, timestep = self._env.step(self._state, action, keys)
         return None, timestep

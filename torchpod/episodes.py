@@ -56,4 +56,8 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     metrics = {name: torch.stack([h[name] for h in history]).mean(0) for name in history[0] if name != "episodes"}
     count, returns, lengths, _ = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
     metrics |= {"episodes": count, "episode_return": returns / count, "episode_length": lengths / count}
-    return {name: value.double().cpu() for name, value in metrics.items()}
+    on_host = {}
+    for device in {value.device for value in metrics.values()}:  # one copy from each
+        names = [name for name, value in metrics.items() if value.device == device]
+        on_host |= zip(names, torch.stack([metrics[name].double() for name in names]).cpu(), strict=True)
+    return {name: on_host[name] for name in metrics}

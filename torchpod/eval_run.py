@@ -10,8 +10,8 @@ from torchpod.agent import variables_of
 from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.config import make_agent, make_env
 from torchpod.evaluate import evaluate
+from torchpod.makers import make_agent, make_env
 from torchpod.run_folder import read_config
 from torchpod.summary import eval_return
 

@@ -31,15 +31,18 @@ class Replay:
         if not capture:
             fn(self.state)  # compiles; fn is pure, so that nothing but time is lost
             return
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
-                fn(self.state)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._run()
+        with torch.cuda.device(pytree.tree_leaves(state)[0].device):
+            # A stream of its own, kept: cuBLAS has one workspace per stream, and graphs that share one must not run at
+            # the same time. (torch's default stream for captures is one per process, on whatever device came first.)
+            self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
+                    fn(self.state)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._run()
 
     def __call__(self) -> Tree:
         """One iteration. Returns its metrics: copy them before the next call overwrites them."""

@@ -326,14 +326,19 @@ def _starving(row: Row) -> list[str]:
     """Of Sebulba: which side the other waits for, and what to change (docs/loops.md)."""
     if "learner_wait" not in row:
         return []
-    learner, actor, in_env, in_inference = (
-        _number(row[name]) for name in ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference")
+    learner, actor, in_env, in_inference, in_transfer = (
+        _number(row.get(name, 0.0))
+        for name in ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "actor_in_transfer")
     )
     if learner > 0.5 and actor > 0.5:
         return ["actors and learner take turns: raise loop.lag"]
     if learner > 0.5:
-        side = "environments: raise env.num_threads" if in_env > in_inference else "inference: raise num_envs"
-        return [f"learner waits {learner:.0%} for {side}"]
+        sides = {
+            "environments: raise env.num_threads": in_env,
+            "inference: raise num_envs": in_inference,
+            "transfers: raise loop.pools_per_actor": in_transfer,
+        }
+        return [f"learner waits {learner:.0%} for {max(sides, key=lambda side: sides[side])}"]
     if actor > 0.5:
         return [f"actors wait {actor:.0%} for the update: lower algo.learner.num_epochs"]
     return ["actors and learner keep pace"]

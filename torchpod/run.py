@@ -6,6 +6,7 @@ The training itself is `anakin.train`; everything here happens between two calls
 import contextlib
 import copy
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +25,12 @@ from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunState, train
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.config import OBJECT, ConfigError, TrainConfig, make_agent, make_env, nearest
+from torchpod.config import OBJECT, ConfigError, TrainConfig, nearest
 from torchpod.distributed import Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.envs import MAKERS
 from torchpod.evaluate import evaluate
+from torchpod.makers import make_agent, make_env
 from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink
 from torchpod.run_folder import (
     changes,
@@ -39,7 +41,7 @@ from torchpod.run_folder import (
     save_state,
     write_text,
 )
-from torchpod.sebulba import Sebulba
+from torchpod.sebulba import Sebulba, devices_of
 from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
 from torchpod.testing import ContractError, check_env
@@ -89,12 +91,19 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
     source = resume_source(config)
     if source is not None:
         config = resumed_config(config, source)
-    ranks, device = init(config.device)
+    actor_devices, device_name = [], config.device
+    if config.loop.split is not None:
+        if config.device != "cuda":
+            raise ConfigError(f"loop.split={config.loop.split} shares out GPUs; add device=cuda.")
+        local_rank, local_size = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+        actor_devices, learner_device = devices_of(config.loop.split, local_rank, local_size)
+        device_name = str(learner_device)
+    ranks, device = init(device_name)
     # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or 1)
     try:
-        return _execute(config, source, ranks, device, env, make)
+        return _execute(config, source, ranks, device, actor_devices, env, make)
     finally:
         torch.set_num_threads(threads)
         shutdown()
@@ -105,6 +114,7 @@ def _execute(
     source: Path | None,
     ranks: Ranks,
     device: torch.device,
+    actor_devices: list[torch.device],
     env: Env | None,
     make: Callable[[], Agent] | None,
 ) -> Run:
@@ -114,7 +124,7 @@ def _execute(
     if config.env["name"] not in MAKERS:
         _check_contract(env, config.env["name"], device)
     make = make or make_agent(config.algo, env.spec)
-    loop = _make_loop(config, env, make, ranks, device)
+    loop = _make_loop(config, env, make, ranks, device, actor_devices)
     state = _apply_members(loop.init(config.seed), config)
     resumed_at, wall_s = 0, 0.0
     if source is not None:
@@ -163,11 +173,12 @@ def _go_on(
         state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s)
     variables = state.learner.params | state.learner.buffers
     if ranks.rank == 0:
+        where = device if env.traits.pure else torch.device("cpu")
         evaluation = evaluate(
             loop.agent,
             env,
-            variables,
-            random.fold_in(random.key(config.seed, device), EVAL_STREAM),
+            {name: x.to(where) for name, x in variables.items()},
+            random.fold_in(random.key(config.seed, where), EVAL_STREAM),
             num_episodes=config.evaluation.episodes,
             compiler=_compiler(config),
         )
@@ -181,7 +192,12 @@ def _go_on(
 
 
 def _make_loop(
-    config: TrainConfig, env: Env, make: Callable[[], Agent], ranks: Ranks, device: torch.device
+    config: TrainConfig,
+    env: Env,
+    make: Callable[[], Agent],
+    ranks: Ranks,
+    device: torch.device,
+    actor_devices: list[torch.device],
 ) -> Anakin | Sebulba:
     settings: dict[str, Any] = {
         "num_envs": ranks.share(config.num_envs, "num_envs"),
@@ -194,7 +210,7 @@ def _make_loop(
     }
     if config.loop.name == "anakin":
         return Anakin(make, env, **settings)
-    return Sebulba(make, lambda: copy.copy(env), config=config.loop, **settings)
+    return Sebulba(make, lambda: copy.copy(env), config=config.loop, actor_devices=actor_devices, **settings)
 
 
 def _train(
@@ -308,7 +324,7 @@ def _compiler(config: TrainConfig) -> Compiler:
 def _check_contract(env: Env, name: str, device: torch.device) -> None:
     """A short `check_env`: a third of a second, against hours of training on rewards that belong to other actions."""
     try:
-        check_env(env, num_envs=4, num_steps=100, device=device, compile=False)
+        check_env(env, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error
     except Exception as error:

@@ -33,6 +33,7 @@ MAY_CHANGE = (
         "loop.num_actor_threads",
         "loop.pools_per_actor",
         "loop.queue_size",
+        "loop.split",
         "loop.timeout_s",
     ),
 )

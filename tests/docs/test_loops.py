@@ -3,16 +3,28 @@
 import re
 from pathlib import Path
 
+from tests.interop.test_tensordicts import B, T, collect
 from torchpod.algos import A2C, IMPALA, PPO
+from torchpod.envs.cartpole import CartPole
+from torchpod.interop import to_tensordict
 
 PAGE = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_the_block_trains_on_an_environment_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    exec(compile(block, "docs/loops.md", "exec"), {"__name__": "loops"})
+    exec(compile(BLOCKS[1], "docs/loops.md", "exec"), {"__name__": "loops"})
     assert float(capsys.readouterr().out) > 12  # 10 by chance
+
+
+def test_the_block_turns_trajectories_into_tensordicts_and_back():
+    trajectory = collect(PPO(CartPole().spec), CartPole(), 0)
+    names = {"trajectory": trajectory, "more_steps": to_tensordict(trajectory)}
+    exec(compile(BLOCKS[0], "docs/loops.md", "exec"), names)
+    assert names["steps"].batch_size == (B, T)
+    assert names["again"].output.action.shape == (T, 2 * B)
+    assert len(BLOCKS) == 2
 
 
 def test_the_lags_named_are_those_of_the_agents():

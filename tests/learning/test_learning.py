@@ -13,9 +13,10 @@ from torchpod.agent import bind
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler
-from torchpod.config import load, make_agent, make_env
+from torchpod.config import load
 from torchpod.evaluate import evaluate
 from torchpod.learner import LearnerConfig
+from torchpod.makers import make_agent, make_env
 from torchpod.rollout import start
 from torchpod.run import execute
 from torchpod.testing.probes import LADDER
@@ -85,6 +86,12 @@ def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path):
     for seed in range(3):
         override = "experiment=impala_cartpole_sebulba"
         assert sebulba_return(override, f"seed={seed}", folder=tmp_path / str(seed)) >= 475
+
+
+def test_ppo_swings_up_envpools_pendulum(tmp_path):
+    """Random torques get -1200; a pendulum that hangs at the top from start to end would get 0."""
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    assert sebulba_return("experiment=ppo_pendulum_sebulba", folder=tmp_path / "run") >= -250
 
 
 def test_a_gru_solves_memory_chain_where_an_mlp_cannot():

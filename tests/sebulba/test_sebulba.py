@@ -1,11 +1,13 @@
 """Sebulba against Anakin, against itself, and against environments that misbehave."""
 
 import copy
+import multiprocessing
 import random as python_random
 import threading
 import time
 from dataclasses import replace
 
+import gymnasium
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -191,6 +193,24 @@ def test_two_actors_act_as_one_does(seed):
     assert_equal(second[0], first[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_programs_with_memory_of_their_own_do_the_same(seed, agent, host):
+    """What CUDA graphs need, without the graphs."""
+    env, ends = CartPole(max_episode_steps=7), []
+    for static in (False, True):
+        config = SebulbaConfig(num_actor_threads=2, pools_per_actor=2, lag=1, updates_per_batch=2)
+        sebulba = make(config, agent, HostEnv(env) if host else env, iterations=8, num_envs=8)
+        sebulba.static = static
+        state = run(sebulba, sebulba.init(seed), until=5)[0]
+        resumed = make(config, agent, HostEnv(env) if host else env, iterations=8, num_envs=8)
+        resumed.static = static
+        ends.append(run(resumed, resumed.resume(state)))
+    assert_equal(ends[1][0], ends[0][0])
+    for mine, theirs in zip(ends[1][1], ends[0][1], strict=True):
+        assert_equal(mine["loss"], theirs["loss"])
+
+
 @pytest.mark.parametrize("make_env", [CartPole, lambda: HostEnv(CartPole()), lambda: Gymnasium("CartPole-v1")])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_two_pools_of_one_actor_act_as_two_actors_do(seed, lag, make_env):
@@ -255,7 +275,6 @@ def test_the_updates_of_a_batch_see_its_environments_in_order_each_once(seed, mo
         return update(state, trajectory, keys)
 
     state = sebulba.init(seed)
-    sebulba.warm_up(state)
     program = Program(sebulba, state)
     try:
         monkeypatch.setattr(sebulba.learner, "update", spy)
@@ -321,15 +340,75 @@ def test_a_learner_that_fails_takes_its_actors_along(seed, monkeypatch):
     state = sebulba.init(seed)
     calls = []
 
-    def learn(*args):
+    def update(*args):
         calls.append(args)
         if len(calls) == 4:
             raise MemoryError("no more")
-        return Sebulba.learn(sebulba, *args)
+        return Sebulba.update(sebulba, *args)
 
-    monkeypatch.setattr(sebulba, "learn", learn)
+    monkeypatch.setattr(sebulba, "update", update)
     with pytest.raises(MemoryError):
         run(sebulba, state)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium prints the error of a worker as one
+@pytest.mark.parametrize("hang_s", [0.0, 60.0], ids=["both raise", "one hangs"])
+def test_the_first_error_is_told_although_the_other_pool_is_under_way(seed, hang_s, tmp_path):
+    """Worker processes: the second pool's step is pending, for ever or with an error of its own."""
+
+    class Bad(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self, number):
+            self.number, self.count = number, 0
+
+        def reset(self, *, seed=None, options=None):
+            return self.observation_space.low, {}
+
+        def step(self, action):
+            self.count += 1
+            if self.count > 4:
+                time.sleep(0.0 if self.number == 0 else hang_s)
+                raise OSError(f"environment {self.number} is broken")
+            return self.observation_space.low, 0.0, False, False, {}
+
+    numbers = iter(range(2))
+
+    def make_env():
+        number = next(numbers)
+        return Gymnasium(lambda: Bad(number), processes=True)
+
+    probe = Gymnasium(lambda: Bad(0))
+    sebulba = Sebulba(
+        lambda: AGENTS["ppo"](probe.spec),
+        make_env,
+        num_envs=2,
+        unroll_length=T,
+        learner=LEARNER,
+        num_iterations=2,
+        compiler=Compiler(enabled=False),
+        config=SebulbaConfig(num_actor_threads=1, pools_per_actor=2),
+    )
+    state, began = sebulba.init(seed), time.perf_counter()
+    with pytest.raises(ActorError, match="environment 0 is broken"):
+        run(sebulba, state)
+    assert time.perf_counter() - began < 10
+    assert multiprocessing.active_children() == []
+
+
+def test_what_cannot_be_compiled_leaves_no_environment_open(seed, monkeypatch):
+    sebulba = make(SebulbaConfig(), env=Gymnasium("CartPole-v1"))
+    state, closed = sebulba.init(seed), []
+    monkeypatch.setattr(Gymnasium, "close", closed.append)
+
+    def update(*args):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(sebulba, "update", update)
+    with pytest.raises(MemoryError):
+        run(sebulba, state)
+    assert len(closed) == len(sebulba.envs) == 2
 
 
 @pytest.mark.parametrize(
@@ -346,6 +425,13 @@ def test_a_learner_that_fails_takes_its_actors_along(seed, monkeypatch):
 def test_what_cannot_work_is_refused_at_the_start(config, message):
     with pytest.raises(ValueError, match=message):
         make(config)
+
+
+def test_every_device_that_acts_needs_an_actor_and_is_of_one_kind():
+    with pytest.raises(ValueError, match="loop.num_actor_threads=2 per rank cannot be shared out to 3 devices"):
+        make(SebulbaConfig(num_actor_threads=2), actor_devices=["cpu", "cpu", "cpu"])
+    with pytest.raises(ValueError, match="must be all CPU or all CUDA"):
+        make(SebulbaConfig(num_actor_threads=2), actor_devices=["cuda:0"])
 
 
 def test_an_agent_without_a_correction_takes_no_lag():

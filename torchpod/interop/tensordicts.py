@@ -64,20 +64,27 @@ def to_tensordict(trajectory: Trajectory) -> TensorDict:
     return TensorDict({**steps, "next": shifted(1)}, batch_size=[size, length])
 
 
-def to_trajectory(parts: Sequence[TensorDict], actor_state: Tree = (), last_actor_state: Tree = ()) -> Trajectory:
+def to_trajectory(
+    parts: Sequence[TensorDict],
+    actor_state: Tree = (),
+    last_actor_state: Tree = (),
+    *,
+    device: torch.device | None = None,
+) -> Trajectory:
     """The trajectory of all environments of several TensorDicts, each from `to_tensordict`; a copy.
 
     Args:
       parts: batch sizes `[B_0, T]`, `[B_1, T]`, ...
       actor_state: recurrent state before the first step, `[B_0 + B_1 + ..., ...]`.
       last_actor_state: the same after the last.
+      device: of the copy; that of the first part if None.
     """
     trees = [part.to_dict() for part in parts]
     nexts = [tree.pop("next") for tree in trees]
 
     def joined(name: str) -> Tree:
         return pytree.tree_map(
-            lambda *xs: _join(name, xs[: len(parts)], xs[len(parts) :]),
+            lambda *xs: _join(name, device, xs[: len(parts)], xs[len(parts) :]),
             *(tree.pop(name) for tree in trees),
             *(tree.pop(name) for tree in nexts),
         )
@@ -88,7 +95,7 @@ def to_trajectory(parts: Sequence[TensorDict], actor_state: Tree = (), last_acto
     fields = {name: joined(name) for name in TimeStep._fields if name != "extras"}
     timestep = TimeStep(**fields, extras={name: joined(name) for name in list(nexts[0])})
     rest = {
-        name: pytree.tree_map(lambda *xs, name=name: _join(name, xs), *(tree[name] for tree in trees))
+        name: pytree.tree_map(lambda *xs, name=name: _join(name, device, xs), *(tree[name] for tree in trees))
         for name in trees[0]
     }
     return Trajectory(timestep, ActorOutput(rest.pop("action"), rest), actor_state, last_actor_state)
@@ -105,13 +112,15 @@ def _map(name: str, cut: Callable[[Tensor], Tensor], value: Tree) -> Tree:
     return pytree.tree_map(entry, value)
 
 
-def _join(name: str, parts: Sequence[Tensor], nexts: Sequence[Tensor] = ()) -> Tensor:
+def _join(name: str, device: torch.device | None, parts: Sequence[Tensor], nexts: Sequence[Tensor] = ()) -> Tensor:
     """`[T, B, ...]` of parts `[B_k, T, ...]`, or `[T + 1, B, ...]` with the last one of the next ones."""
     if name in _COLUMNS:
         parts, nexts = [x.squeeze(-1) for x in parts], [x.squeeze(-1) for x in nexts]
     size, length = sum(x.shape[0] for x in parts), parts[0].shape[1]
-    whole = parts[0].new_empty(length + bool(nexts), size, *parts[0].shape[2:])
-    torch.cat([x.transpose(0, 1) for x in parts], 1, out=whole[:length])
-    if nexts:
-        torch.cat([x[:, -1] for x in nexts], 0, out=whole[length])
+    whole = parts[0].new_empty(length + bool(nexts), size, *parts[0].shape[2:], device=device)
+    shares = whole.split([x.shape[0] for x in parts], 1)
+    for share, x in zip(shares, parts, strict=True):
+        share[:length].copy_(x.transpose(0, 1), non_blocking=True)
+    for share, x in zip(shares, nexts, strict=False):
+        share[length].copy_(x[:, -1], non_blocking=True)
     return whole

@@ -2,5 +2,6 @@
 
 from torchpod.sebulba.exchange import ActorError
 from torchpod.sebulba.loop import Sebulba, SebulbaConfig, train
+from torchpod.sebulba.transfer import devices_of
 
-__all__ = ["ActorError", "Sebulba", "SebulbaConfig", "train"]
+__all__ = ["ActorError", "Sebulba", "SebulbaConfig", "devices_of", "train"]

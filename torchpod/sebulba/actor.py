@@ -1,8 +1,10 @@
 """An actor: a share of the environments, stepped in a thread of its own."""
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
+from torchpod.compile import span
 from torchpod.env import Env
 from torchpod.interop import to_tensordict
 from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
+from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
 from torchpod.types import ActorOutput, Carry, Tree
 
 Act = Callable[[Variables, Carry, Tensor, Tensor], tuple[ActorOutput, Tree, Tensor, Tensor]]
@@ -35,53 +39,72 @@ def make_act(agent: Agent) -> Act:
     return act
 
 
+def close_all(envs: Iterable[Env]) -> None:
+    """Closes every environment that can be closed, whatever others raise."""
+    with contextlib.ExitStack() as closing:
+        for env in envs:
+            closing.callback(getattr(env, "close", lambda: None))
+
+
 class Pool:
     """Environments that an actor steps together, and where they stand.
 
     Args:
       env: nobody else touches it. If it has `send(action)` and `recv()`, its step goes on between the two.
-      advance: `(step of a tensor environment, or None, inference)`.
+      advance: step of a tensor environment, or inference for another.
       env_keys: `[b, 3]` of these environments.
       actor_keys: `[b, 3]`.
-      carry: to begin from.
+      carry: to begin from, on the actor's device.
       phases: of the actor.
+      port: between an environment on the host and the actor's device; None if that is the host too.
     """
 
     def __init__(
         self,
         env: Env,
-        advance: tuple[Step | None, Act],
+        advance: Step | Act,
         env_keys: Tensor,
         actor_keys: Tensor,
         carry: Carry,
         phases: Phases,
+        port: Port | None = None,
     ) -> None:
-        self.env, self.carry = env, carry
-        self._whole, self._act = advance
-        self._keys, self._phases = (env_keys, actor_keys), phases
+        self.env, self.carry, self.advance = env, carry, advance
+        self.keys, self._phases, self._port = (env_keys, actor_keys), phases, port
         self._splits = hasattr(env, "send")
-        self._pending: Any = None
+        self._decided: Any = None
+        self._native: Any = None
 
     def send(self, variables: Variables) -> None:
         """Decides, and starts the step."""
-        if self._whole is not None:
-            self._pending = self._whole(variables, self.carry, *self._keys)
+        with span("act"):
+            self._decided = self.advance(variables, self.carry, *self.keys)
+        if self.env.traits.pure:
             return
-        self._pending = self._act(variables, self.carry, *self._keys)
+        output, _, step_keys, _ = self._decided
+        self._native = output.action, step_keys
+        if self._port is not None:
+            self._phases.enter("transfer")
+            self._native = self._port.download(self._native)
+            self._phases.enter("inference")
         if self._splits:
-            self.env.send(self._pending[0].action)  # pyright: ignore[reportAttributeAccessIssue]
+            self.env.send(self._native[0])  # pyright: ignore[reportAttributeAccessIssue]
 
     def recv(self) -> tuple[Carry, ActorOutput]:
         """Waits for the step."""
-        if self._whole is not None:
-            self.carry, output = self._pending
+        if self.env.traits.pure:
+            self.carry, output = self._decided
             return self.carry, output
-        output, actor_state, step_keys, count = self._pending
+        output, actor_state, _, count = self._decided
         self._phases.enter("environment")
-        if self._splits:
-            timestep = self.env.recv()  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            _, timestep = self.env.step(None, output.action, step_keys)
+        with span("env_step"):
+            if self._splits:
+                timestep = self.env.recv()  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                _, timestep = self.env.step(None, *self._native)
+        if self._port is not None:
+            self._phases.enter("transfer")
+            timestep = self._port.upload(timestep)
         self._phases.enter("inference")
         self.carry = Carry((), timestep, actor_state, count)
         return self.carry, output
@@ -94,13 +117,18 @@ class Actor:
       index: its number.
       pools: its environments. With two, one is stepped while the actor decides for the other.
       phases: its clock.
+      device: where it decides.
       length: T of an unroll.
       refresh: take the newest parameters before every step, not once per unroll.
     """
 
-    def __init__(self, index: int, pools: list[Pool], phases: Phases, *, length: int, refresh: bool) -> None:
-        self.index, self.pools, self.phases = index, pools, phases
+    def __init__(
+        self, index: int, pools: list[Pool], phases: Phases, device: torch.device, *, length: int, refresh: bool
+    ) -> None:
+        self.index, self.pools, self.phases, self.device = index, pools, phases, device
         self._length, self._refresh = length, refresh
+        self._handed: Handed | None = None
+        self._variables: Variables = {}
         self._thread: threading.Thread | None = None
 
     def begin(self, exchange: Exchange, first: int) -> None:
@@ -110,18 +138,21 @@ class Actor:
         )
         self._thread.start()
 
-    def join(self, timeout_s: float) -> None:
-        """Waits for the thread, if there is one, and closes the environments, unless the thread hangs in them."""
+    def join(self, deadline: float) -> None:
+        """Waits for the thread, if there is one, and closes the environments, unless the thread hangs in them.
+
+        Args:
+          deadline: until when to wait, by `time.perf_counter`.
+        """
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(max(0.0, deadline - time.perf_counter()))
         if self._thread is None or not self._thread.is_alive():
-            for pool in self.pools:
-                getattr(pool.env, "close", lambda: None)()
+            close_all(pool.env for pool in self.pools)
 
     def produce(self, exchange: Exchange, number: int) -> list[Item]:
         """One unroll of every pool."""
         self.phases.enter("parameters")
-        version, variables = exchange.variables(number)
+        version, handed = exchange.variables(number)
         self.phases.enter("inference")
         recorders = [Recorder(pool.carry) for pool in self.pools]
         with torch.no_grad():
@@ -130,23 +161,32 @@ class Actor:
                 for pool, recorder in zip(self.pools, recorders, strict=True):
                     if t > 0:
                         recorder.add(*pool.recv())
-                    pool.send(newest if self._refresh else variables)
+                    pool.send(self._taken(newest if self._refresh else handed))
             for pool, recorder in zip(self.pools, recorders, strict=True):
                 recorder.add(*pool.recv())
             trajectories = [recorder.trajectory() for recorder in recorders]
             seconds = self.phases.take()
-        return [
-            Item(to_tensordict(trajectory), trajectory.actor_state, pool.carry, version, seconds)
-            for pool, trajectory in zip(self.pools, trajectories, strict=True)
-        ]
+        items = []
+        for pool, trajectory in zip(self.pools, trajectories, strict=True):
+            steps = to_tensordict(trajectory)
+            states = hand_over((trajectory.actor_state, pool.carry), self.device)
+            items.append(Item(steps, states, version, seconds))
+        return items
+
+    def _taken(self, handed: Handed) -> Variables:
+        if handed is not self._handed:
+            self._handed, self._variables = handed, take(handed, self.device)
+        return self._variables
 
     def _run(self, exchange: Exchange, first: int) -> None:
         torch.set_num_threads(1)  # of this thread: more are slower by far when cores are shared
         try:
-            for number in itertools.count(first):
-                items = self.produce(exchange, number)
-                self.phases.enter("queue")
-                exchange.put(self.index, items)
+            with stream_of_its_own(self.device):
+                for number in itertools.count(first):
+                    items = self.produce(exchange, number)
+                    self.phases.enter("queue")
+                    with span("put"):
+                        exchange.put(self.index, items)
         except ClosedError:
             pass
         except BaseException as error:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from tensordict import TensorDict
 
-from torchpod.agent import Variables
-from torchpod.types import Carry, Tree
+from torchpod.sebulba.transfer import Handed
 
 _WATCH_S = 0.5  # between two looks at the watchdog
 
@@ -49,13 +48,12 @@ class Item(NamedTuple):
     """One unroll of one pool of environments."""
 
     steps: TensorDict
-    """`[b, T]`, with TorchRL's keys (interop/tensordicts.py)."""
-    actor_state: Tree
-    """`[b, ...]`, the recurrent state before the first step."""
-    carry: Carry
-    """Where its environments stand after the last step."""
+    """`[b, T]`, with TorchRL's keys (interop/tensordicts.py), on the actor's device."""
+    states: Handed
+    """Of `(actor_state, carry)`, `[b, ...]`: the recurrent state before the first step, and where the environments
+    stand after the last; everything is complete when they are."""
     version: int
-    """Updates behind the parameters of its first step."""
+    """Updates behind the parameters that it began with; with refresh=step, later steps may have newer ones."""
     seconds: dict[str, float]
     """Of the actor thread by phase, since its last unroll."""
 
@@ -75,13 +73,13 @@ class Exchange:
         self._capacity, self._timeout_s = capacity, timeout_s
         self._changed = threading.Condition()
         self._queues: list[deque[list[Item]]] = [deque() for _ in phases]
-        self._versions: dict[int, Variables] = {}
+        self._versions: dict[int, Handed] = {}
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
 
     # The learner's side.
 
-    def publish(self, version: int, variables: Variables) -> None:
+    def publish(self, version: int, variables: Handed) -> None:
         """Makes the parameters after `version` updates known; they must not be written to any more."""
         with self._changed:
             self._versions[version] = variables
@@ -89,7 +87,7 @@ class Exchange:
                 del self._versions[old]
             self._changed.notify_all()
 
-    def versions(self) -> list[Variables]:
+    def versions(self) -> list[Handed]:
         """What unrolls of a fixed lag may still ask for, oldest first; the last is the newest."""
         with self._changed:
             return [self._versions[v] for v in sorted(self._versions)]
@@ -122,7 +120,7 @@ class Exchange:
 
     # The actors' side.
 
-    def variables(self, unroll: int) -> tuple[int, Variables]:
+    def variables(self, unroll: int) -> tuple[int, Handed]:
         """The version for an unroll, and its number; waits for it."""
         with self._changed:
             while True:
@@ -133,7 +131,7 @@ class Exchange:
                     return wanted, self._versions[wanted]
                 self._changed.wait()
 
-    def newest(self) -> Variables:
+    def newest(self) -> Handed:
         """The newest version, without waiting."""
         with self._changed:
             if self._closed:

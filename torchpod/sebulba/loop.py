@@ -7,9 +7,10 @@ iteration is: one unroll of every actor, put side by side, one update. With lag 
 if there is one actor.
 """
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,9 +27,10 @@ from torchpod.env import Env
 from torchpod.episodes import count_episodes, mean_metrics
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig
-from torchpod.rollout import make_step, start
-from torchpod.sebulba.actor import Actor, Pool, make_act
+from torchpod.rollout import Step, make_step, start
+from torchpod.sebulba.actor import Act, Actor, Pool, close_all, make_act
 from torchpod.sebulba.exchange import Exchange, Item, Phases
+from torchpod.sebulba.transfer import Handed, Port, Static, hand_over, on, take, wait_for
 from torchpod.types import Carry, Trajectory, Tree
 
 JOIN_S = 4.0
@@ -52,6 +54,9 @@ class SebulbaConfig:
     """Trajectories that an actor may be ahead of the learner."""
     updates_per_batch: int = 1
     """Cut a batch into so many parts, by environments, with an update each; section 3.2 of the paper."""
+    split: str | None = None
+    """"A:L": of the GPUs of a host the first A act and the next L learn, one rank each. None: every rank acts on the
+    GPU on which it learns."""
     timeout_s: float = 300.0
     """A step of the environments that takes longer ends the run."""
 
@@ -61,7 +66,7 @@ class Sebulba:
 
     Args:
       make_agent: builds the agent, with torch's generator seeded by the run's seed.
-      make_env: builds environments; called once per actor. A tensor environment is stepped in the threads as well.
+      make_env: builds environments; called once per pool. A tensor environment is stepped in the threads as well.
       num_envs: B on this rank, over all its actors.
       unroll_length: T.
       learner: how to learn.
@@ -69,7 +74,8 @@ class Sebulba:
       compiler: how to compile.
       config: see `SebulbaConfig`.
       ranks: all processes of the run.
-      device: of agent and learner.
+      device: where it learns.
+      actor_devices: where actors decide, in turn; where it learns if empty.
 
     Raises:
       ValueError: if environments, actors and updates do not divide, or the agent was not made for the lag.
@@ -88,6 +94,7 @@ class Sebulba:
         config: SebulbaConfig | None = None,
         ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
+        actor_devices: Sequence[torch.device | str] = (),
     ) -> None:
         config = config or SebulbaConfig()
         self.num_actors = max(1, config.num_actor_threads)
@@ -101,8 +108,6 @@ class Sebulba:
                 raise ValueError(
                     f"num_envs={num_envs} per rank cannot be split by loop.{name}; use a multiple of {parts}."
                 )
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"device={device}: Sebulba acts and learns on the CPU so far; use device=cpu.")
         if compiler.population > 1:
             raise ValueError(f"population={compiler.population} needs loop=anakin; Sebulba trains one member.")
         if config.refresh == "step" and config.lag != "free":
@@ -116,6 +121,17 @@ class Sebulba:
             )
         self.num_envs, self.unroll_length, self.num_iterations = num_envs, unroll_length, num_iterations
         self.config, self.ranks, self.device = config, ranks, torch.device(device)
+        devices = [torch.device(d) for d in actor_devices] or [self.device]
+        if self.num_actors % len(devices):
+            raise ValueError(
+                f"loop.num_actor_threads={self.num_actors} per rank cannot be shared out to {len(devices)} devices "
+                f"that act; use a multiple of {len(devices)}."
+            )
+        if {d.type for d in devices} != {self.device.type}:
+            raise ValueError(f"actor_devices={devices} and device={self.device} must be all CPU or all CUDA.")
+        self.actor_devices = [devices[k % len(devices)] for k in range(self.num_actors)]
+        # Programs with their arguments in memory of their own, to be captured. On the CPU only tests want that.
+        self.static = any(d.type == "cuda" for d in (self.device, *devices))
         self.envs = [make_env() for _ in range(num_pools)]
         self.learner = Learner(
             self.agent,
@@ -125,13 +141,12 @@ class Sebulba:
             ranks=ranks,
         )
         self._count = compiler(count_episodes)
-        # Uncompiled, a module whose parameters one thread has put in place must not be called by another.
-        agents = [self.agent] if compiler.enabled else [copy.deepcopy(self.agent) for _ in self.envs]
-        advances = [
-            (compiler(make_step(agent, env)) if env.traits.pure else None, compiler(make_act(agent)))
-            for agent, env in zip(agents, self.envs, strict=False)
-        ]
-        self._advances = advances * num_pools if compiler.enabled else advances
+        if compiler.enabled:
+            compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
+            self._advances = [compiled[self._actor_device(i)] for i in range(num_pools)]
+        else:
+            # A module whose parameters one thread has put in place must not be called by another.
+            self._advances = [self._advance_of(copy.deepcopy(self.agent), env) for env in self.envs]
 
     @property
     def restartable(self) -> bool:
@@ -155,84 +170,106 @@ class Sebulba:
         zeros = torch.zeros_like(state.episode_return), torch.zeros_like(state.episode_length)
         return state._replace(carry=carry, episode_return=zeros[0], episode_length=zeros[1])
 
-    def _start(self, agent: Agent, env_keys: Tensor) -> Carry:
-        shares = env_keys.chunk(len(self.envs))
-        carries = [start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)]
-        if not self.restartable:
-            carries = [carry._replace(env_state=()) for carry in carries]
-        return side_by_side(carries)
-
     def older(self, versions: list[Variables]) -> tuple[Variables, ...]:
         """The `lag` versions before the newest, oldest first; the first one stands for those before it."""
         lag = 0 if self.config.lag == "free" else self.config.lag
         return tuple(versions[max(0, len(versions) - 1 - back)] for back in range(lag, 0, -1))
 
     def actors(self, state: RunState) -> list[Actor]:
-        """Actors that stand where the state says."""
-        num, clocks = len(self.envs), [Phases() for _ in range(self.num_actors)]
-        pools = []
-        for k, env in enumerate(self.envs):
-            carry = pytree.tree_map(lambda x, k=k: x.chunk(num)[k] if x.ndim else x, state.carry)
-            keys = state.env_keys.chunk(num)[k], state.actor_keys.chunk(num)[k]
-            pools.append(Pool(env, self._advances[k], *keys, carry, clocks[k // self.config.pools_per_actor]))
-        each = self.config.pools_per_actor
-        return [
-            Actor(
-                k,
-                pools[k * each : (k + 1) * each],
-                clock,
-                length=self.unroll_length,
-                refresh=self.config.refresh == "step",
-            )
-            for k, clock in enumerate(clocks)
-        ]
-
-    def warm_up(self, state: RunState) -> None:
-        """Compiles everything in this thread, without a step of an environment: torch compiles in one thread only."""
-        num, carry = len(self.envs), state.carry
-        share = pytree.tree_map(lambda x: x.chunk(num)[0].contiguous() if x.ndim else x, carry)
+        """Actors that stand where the state says. Captures their programs, if they are to be."""
+        num, each, actors = len(self.envs), self.config.pools_per_actor, []
         variables = state.learner.params | state.learner.buffers
-        keys = state.env_keys.chunk(num)[0], state.actor_keys.chunk(num)[0]
-        with torch.no_grad():
-            whole, act = self._advances[0]
-            if whole is not None:
-                _, output = whole(variables, share, *keys)
-            else:
-                output = act(variables, share, *keys)[0]
-        timesteps, outputs = (
-            pytree.tree_map(lambda x, times=times: torch.stack([x] * times), tree)
-            for tree, times in ((share.timestep, self.unroll_length + 1), (output, self.unroll_length))
-        )
-        steps = to_tensordict(Trajectory(timesteps, outputs, (), ()))
-        self.learn(state, [Item(steps, share.actor_state, share, 0, {})] * num)
+        for k, device in enumerate(self.actor_devices):
+            phases, pools = Phases(), []
+            for i in range(k * each, (k + 1) * each):
+                share = pytree.tree_map(
+                    lambda x, i=i, device=device: (x.chunk(num)[i] if x.ndim else x).contiguous().to(device),
+                    (state.carry, state.env_keys, state.actor_keys),
+                )
+                carry, env_keys, actor_keys = share
+                advance, port = self._advances[i], None
+                if self.static:
+                    with torch.no_grad(), on(device):
+                        own = pytree.tree_map(lambda x, device=device: x.to(device), variables)
+                        advance = Static(advance, (own, *share), capture=device.type == "cuda")
+                    port = None if self.restartable else Port(device)
+                pools.append(Pool(self.envs[i], advance, env_keys, actor_keys, carry, phases, port))
+            refresh = self.config.refresh == "step"
+            actors.append(Actor(k, pools, phases, device, length=self.unroll_length, refresh=refresh))
+        return actors
 
-    def learn(self, state: RunState, items: list[Item]) -> tuple[RunState, dict[str, Tensor]]:
-        """The update of one iteration, from one unroll of every pool."""
-        trajectory = merge(items)
+    def example(self, state: RunState, actors: list[Actor]) -> Trajectory:
+        """A trajectory as actors make them, of one decision repeated: to compile with, without stepping anything."""
+        items = []
+        for actor in actors:
+            handed = hand_over(state.learner.params | state.learner.buffers, self.device)
+            for pool in actor.pools:
+                with torch.no_grad(), on(actor.device):
+                    decided = pool.advance(take(handed, actor.device), pool.carry, *pool.keys)
+                output = decided[1] if self.restartable else decided[0]
+                timesteps, outputs = (
+                    pytree.tree_map(lambda x, times=times: torch.stack([x] * times), tree)
+                    for tree, times in (
+                        (pool.carry.timestep, self.unroll_length + 1),
+                        (output, self.unroll_length),
+                    )
+                )
+                states = hand_over((pool.carry.actor_state, pool.carry), actor.device)
+                items.append(Item(to_tensordict(Trajectory(timesteps, outputs, (), ())), states, 0, {}))
+        return merge(items, self.device)
+
+    def update(self, state: RunState, trajectory: Trajectory) -> tuple[RunState, dict[str, Tensor]]:
+        """The second half of an iteration, from one unroll of all environments; pure, leaves `state.carry` alone."""
         learner, num, history = state.learner, self.config.updates_per_batch, []
         metrics: dict[str, Tensor] = {}
-        with span("update"):
-            for i in range(num):
-                part = trajectory if num == 1 else _part(trajectory, i, num)
-                counter = (state.iteration * num + i) * self.learner.counters_per_update
-                keys = random.at(state.learner_keys.chunk(num)[i], counter)
-                learner, metrics = self.learner.update(learner, part, keys)
-                history.append(metrics)
+        for i in range(num):
+            part = trajectory if num == 1 else _part(trajectory, i, num)
+            counter = (state.iteration * num + i) * self.learner.counters_per_update
+            keys = random.at(state.learner_keys.chunk(num)[i], counter)
+            learner, metrics = self.learner.update(learner, part, keys)
+            history.append(metrics)
         if num > 1:
             metrics = {name: torch.stack([m[name] for m in history]).mean(0) for name in history[0]}
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
-        carry = side_by_side([item.carry for item in items])
-        return next_state(state, carry, learner, metrics, episodes, self.ranks)
+        return next_state(state, state.carry, learner, metrics, episodes, self.ranks)
+
+    def _advance_of(self, agent: Agent, env: Env) -> Step | Act:
+        return make_step(agent, env) if env.traits.pure else make_act(agent)
+
+    def _actor_device(self, pool: int) -> torch.device:
+        return self.actor_devices[pool // self.config.pools_per_actor]
+
+    def _start(self, agent: Agent, env_keys: Tensor) -> Carry:
+        shares = env_keys.chunk(len(self.envs))
+        if self.restartable:
+            return side_by_side([start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)])
+        carries = [start(agent, env, keys.cpu()) for env, keys in zip(self.envs, shares, strict=True)]
+        whole = side_by_side([carry._replace(env_state=()) for carry in carries])
+        return pytree.tree_map(lambda x: x.to(self.device), whole)
 
 
 class Program:
-    """A run under way."""
+    """A run under way. Compiles everything, and then starts the actors.
+
+    Args:
+      sebulba: the program.
+      state: to begin from.
+    """
 
     def __init__(self, sebulba: Sebulba, state: RunState) -> None:
-        self._sebulba, self._state = sebulba, state
+        self._sebulba, self._began_at = sebulba, state
+        # Where the environments stand, and what the actors may still ask for, is not the update's affair.
+        self._state = state._replace(carry=(), older=())
         lag = sebulba.config.lag
-        first = int(state.iteration)
+        self._iteration = int(state.iteration)
         self._actors = sebulba.actors(state)
+        example = sebulba.example(state, self._actors)
+        if sebulba.static:
+            capture = sebulba.device.type == "cuda"
+            self._update = Static(sebulba.update, (self._state, example), capture=capture)
+        else:
+            self._update = sebulba.update
+            self._update(self._state, example)
         self._exchange = Exchange(
             [actor.phases for actor in self._actors],
             lag=None if lag == "free" else lag,
@@ -240,19 +277,17 @@ class Program:
             timeout_s=sebulba.config.timeout_s,
         )
         for back in range(0 if lag == "free" else lag, 0, -1):
-            if first - back >= 0:
-                self._exchange.publish(first - back, state.older[-back])
-        self._exchange.publish(first, state.learner.params | state.learner.buffers)
+            if self._iteration - back >= 0:
+                self._publish(self._iteration - back, state.older[-back])
+        self._publish(self._iteration, state.learner.params | state.learner.buffers)
         self._items: list[Item] = []
+        self.healthy = bool(state.learner.healthy)
+        """Whether all gradients so far were finite."""
+        wait_for(sebulba.device, *sebulba.actor_devices)  # streams of actors know nothing of what was done so far
         self._threaded = sebulba.config.num_actor_threads > 0
         if self._threaded:
             for actor in self._actors:
-                actor.begin(self._exchange, first)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether all gradients so far were finite."""
-        return bool(self._state.learner.healthy)
+                actor.begin(self._exchange, self._iteration)
 
     @property
     def env_steps(self) -> int:
@@ -262,18 +297,26 @@ class Program:
     @property
     def state(self) -> RunState:
         """Everything the run is."""
-        return self._state._replace(older=self._sebulba.older(self._exchange.versions()))
+        carry = self._began_at.carry
+        if self._items:
+            carry = side_by_side([take(item.states, self._sebulba.device)[1] for item in self._items])
+        versions = [handed.tree for handed in self._exchange.versions()]
+        return self._state._replace(carry=carry, older=self._sebulba.older(versions))
 
     def __call__(self) -> dict[str, Tensor]:
         """One iteration; returns its metrics."""
-        number, began = int(self._state.iteration), time.perf_counter()
+        number, began = self._iteration, time.perf_counter()
         if self._threaded:
-            items = self._exchange.collect()
+            with span("get"):
+                items = self._exchange.collect()
         else:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited, occupancy = time.perf_counter() - began, self._exchange.occupancy()
-        self._state, metrics = self._sebulba.learn(self._state, items)
-        self._exchange.publish(number + 1, self._state.learner.params | self._state.learner.buffers)
+        with span("update"):
+            self._state, metrics = self._update(self._state, merge(items, self._sebulba.device))
+        self._iteration, self._items = number + 1, items
+        self._publish(number + 1, self._state.learner.params | self._state.learner.buffers)
+        self.healthy = bool(self._state.learner.healthy)  # on a GPU, waits for the update
         ages = [number - item.version for item in items]
         took = time.perf_counter() - began
         told = {
@@ -283,22 +326,24 @@ class Program:
             "learner_wait": waited / took,
             "inference_batches_per_s": len(items) * self._sebulba.unroll_length / took,
         } | _shares([item.seconds for item in items])
-        device = self._state.env_steps.device
-        metrics |= {name: torch.tensor(float(value), device=device) for name, value in told.items()}
-        self._items = items
-        return metrics
+        return metrics | {name: torch.tensor(float(value)) for name, value in told.items()}
 
     @property
     def trajectory(self) -> Trajectory:
         """What the last iteration learned from."""
-        return merge(self._items)
+        return merge(self._items, self._sebulba.device)
 
     def close(self) -> None:
         """Ends the threads and closes the environments."""
         self._exchange.close()
         deadline = time.perf_counter() + JOIN_S
-        for actor in self._actors:
-            actor.join(max(0.0, deadline - time.perf_counter()))
+        with contextlib.ExitStack() as joining:
+            for actor in self._actors:
+                joining.callback(actor.join, deadline)
+        wait_for(*self._sebulba.actor_devices)  # what actors launched last still writes to memory that is freed now
+
+    def _publish(self, version: int, variables: Variables) -> None:
+        self._exchange.publish(version, hand_over(variables, self._sebulba.device))
 
 
 def train(
@@ -314,9 +359,12 @@ def train(
     """
     until = sebulba.num_iterations if until is None else until
     iteration, began = int(state.iteration), time.perf_counter()
-    sebulba.warm_up(state)
+    try:
+        program = Program(sebulba, state)
+    except BaseException:
+        close_all(sebulba.envs)
+        raise
     compile_s = time.perf_counter() - began
-    program = Program(sebulba, state)
     try:
         while iteration < until:
             began, history = time.perf_counter(), []
@@ -329,22 +377,35 @@ def train(
             metrics = mean_metrics(history)
             yield Report(iteration, program.env_steps, metrics, time.perf_counter() - began, compile_s), program
             compile_s = 0.0
-    finally:
-        program.close()
+    except BaseException:
+        with contextlib.suppress(Exception):  # what was raised first is what went wrong
+            program.close()
+        raise
+    program.close()
 
 
 def _shares(seconds: list[dict[str, float]]) -> dict[str, float]:
     """What part of the actors' time went where."""
     total = sum(sum(s.values()) for s in seconds) or 1.0
-    names = {"environment": "actor_in_environment", "inference": "actor_in_inference"}
+    names = {name: f"actor_in_{name}" for name in ("environment", "inference", "transfer")}
     shares = {told: sum(s.get(name, 0.0) for s in seconds) / total for name, told in names.items()}
     return shares | {"actor_wait": sum(s.get(name, 0.0) for s in seconds for name in ("parameters", "queue")) / total}
 
 
-def merge(items: list[Item]) -> Trajectory:
-    """The unrolls of several pools as one of all their environments."""
-    states = _cat([(item.actor_state, item.carry.actor_state) for item in items])
-    return to_trajectory([item.steps for item in items], *states)
+def merge(items: list[Item], device: torch.device) -> Trajectory:
+    """The unrolls of several pools as one of all their environments, on the learner's device."""
+    before, after = _cat([_states_of(item, device) for item in items])
+    return to_trajectory([item.steps for item in items], before, after, device=device)
+
+
+def _states_of(item: Item, device: torch.device) -> tuple[Tree, Tree]:
+    """The recurrent states before and after an unroll; what follows on the current stream may read the steps too."""
+    actor_state, carry = item.states.tree
+    states = take(Handed((actor_state, carry.actor_state), item.states.ready), device)
+    if item.states.ready is not None:
+        for x in item.steps.values(include_nested=True, leaves_only=True):
+            x.record_stream(torch.cuda.current_stream(x.device))
+    return states
 
 
 def side_by_side(carries: list[Carry]) -> Carry:

@@ -1,0 +1,80 @@
+"""Sebulba with captured inference and update on a GPU; its logic on the CPU is in tests/sebulba."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod.algos.impala import IMPALA, IMPALAConfig
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.bench import gpu
+from torchpod.compile import Compiler
+from torchpod.env import HostEnv
+from torchpod.envs.cartpole import CartPole
+from torchpod.learner import LearnerConfig
+from torchpod.sebulba import Sebulba, SebulbaConfig, train
+
+AGENTS = {
+    "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(16,))),
+    "lstm": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(16,), recurrent=8, cell="lstm")),
+}
+
+
+def final_state(agent, config, *, compiled, host=True, iterations=6, device="cuda"):
+    env = CartPole(max_episode_steps=20)
+    env = HostEnv(env) if host else env
+    sebulba = Sebulba(
+        lambda: AGENTS[agent](env.spec),
+        lambda: copy.copy(env),
+        num_envs=16,
+        unroll_length=8,
+        learner=LearnerConfig(num_epochs=2, num_minibatches=2),
+        num_iterations=iterations,
+        compiler=Compiler(compiled),
+        config=config,
+        device=device,
+    )
+    state = sebulba.init(0)
+    for _, program in train(sebulba, state):
+        state = program.state
+    return state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_captured_actors_and_learner_do_what_uncompiled_ones_do_on_the_cpu(agent, host):
+    config = SebulbaConfig(num_actor_threads=1, lag=0)
+    one = {"config": config, "host": host, "iterations": 1}
+    captured, plain = final_state(agent, compiled=True, **one), final_state(agent, compiled=False, device="cpu", **one)
+    for name, x in captured.learner.params.items():
+        torch.testing.assert_close(x.cpu(), plain.learner.params[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("agent", AGENTS)
+def test_with_a_fixed_lag_two_captured_runs_are_equal_whatever_threads_and_streams_do(agent):
+    lag = 1 if agent == "ppo" else 2
+    config = SebulbaConfig(num_actor_threads=2, pools_per_actor=2, lag=lag)
+    ends = [final_state(agent, config, compiled=True, iterations=30) for _ in range(2)]
+    for a, b in zip(*map(pytree.tree_leaves, ends), strict=True):
+        assert torch.equal(a, b)
+    assert ends[0].learner.healthy
+
+
+@pytest.mark.gpu
+def test_envpool_feeds_a_gpu():
+    rows = gpu.host_throughput("cuda", "CartPole-v1", 64, 16, iterations=4)
+    assert all((row.value or 0.0) > 0 for row in rows)
+
+
+def test_the_rows_of_host_environments_are_measured_on_the_cpu_too():
+    rows = gpu.host_throughput("cpu", "CartPole-v1", 8, 8, iterations=1)
+    assert [row.name for row in rows] == [
+        "raw_envpool_CartPole-v1/8x8",
+        "impala_CartPole-v1/8x8",
+        "impala_of_raw_CartPole-v1/8x8",
+    ]
+    raw, ours, share = (row.value or 0.0 for row in rows)
+    assert share == pytest.approx(ours / raw) and ours > 0

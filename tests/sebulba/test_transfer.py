@@ -1,0 +1,81 @@
+"""Copies between host and devices, and which devices a rank has."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod.sebulba.transfer import Port, Static, devices_of, hand_over, take
+
+CPU = torch.device("cpu")
+
+
+def tree():
+    return {"a": torch.rand(3, 2), "b": (torch.randint(9, (4,)), torch.rand(2) > 0.5)}
+
+
+def assert_equal(a, b):
+    pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), a, b)
+
+
+def test_what_was_uploaded_stays_while_the_staging_memory_is_used_again():
+    port, sent = Port(CPU), [tree() for _ in range(3)]
+    there = [port.upload(x) for x in sent]
+    for x, y in zip(sent, there, strict=True):
+        assert_equal(x, y)
+        assert x["a"].data_ptr() != y["a"].data_ptr()
+
+
+def test_a_download_is_valid_until_the_next():
+    port, first, second = Port(CPU), tree(), tree()
+    here = port.download(first)
+    assert_equal(here, first)
+    port.download(second)
+    assert_equal(here, second)
+
+
+def test_a_static_function_sees_every_new_argument_and_its_results_stay():
+    def fn(scale, tensors):
+        return pytree.tree_map(lambda x: x * scale, tensors)
+
+    two = torch.tensor(2.0)
+    static, results, wanted = Static(fn, (two, tree()), capture=False), [], []
+    for scale in (two, two, torch.tensor(3.0), torch.tensor(3.0)):
+        tensors = tree()
+        results.append(static(scale, tensors))
+        wanted.append(fn(scale, tensors))
+    assert_equal(results, wanted)
+
+
+def test_on_the_cpu_nothing_is_copied_on_the_way_between_threads():
+    tensors = tree()
+    assert take(hand_over(tensors, CPU), CPU) is tensors
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "want"),
+    [
+        ("1:1", 1, [([0], 1)]),
+        ("1:3", 3, [([0], 1), ([0], 2), ([0], 3)]),
+        ("2:4", 4, [([0], 2), ([0], 3), ([1], 4), ([1], 5)]),
+        ("6:2", 2, [([0, 1, 2], 6), ([3, 4, 5], 7)]),
+    ],
+)
+def test_every_rank_has_a_gpu_to_learn_on_and_its_share_of_those_that_act(split, size, want):
+    for rank, (actors, learner) in enumerate(want):
+        got = devices_of(split, rank, size)
+        assert got == ([torch.device("cuda", i) for i in actors], torch.device("cuda", learner))
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "message"),
+    [
+        ("3", 1, "loop.split=3 is not of the form A:L, e.g. 1:3"),
+        ("0:2", 2, "loop.split=0:2 is not of the form A:L"),
+        ("a:b", 2, "loop.split=a:b is not of the form A:L"),
+        ("1:3", 2, "has 3 learners per host, and this run 2 rank.* torchrun --nproc-per-node=3"),
+        ("2:3", 3, "loop.split=2:3: one number must be a multiple of the other"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(split, size, message):
+    with pytest.raises(ValueError, match=message):
+        devices_of(split, 0, size)

@@ -1,0 +1,90 @@
+"""Environments and agents from their configuration: the ones shipped by name, a user's own by file."""
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchpod import algos, envs
+from torchpod.agent import Agent
+from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, nearest
+from torchpod.env import Env
+from torchpod.specs import EnvSpec
+
+
+def make_env(config: Mapping[str, Any] | str) -> Env:
+    """Builds an environment: `make_env("cartpole")`, `make_env({"name": "path/to/my_env.py:MyEnv", ...})`."""
+    config = {"name": config} if isinstance(config, str) else config
+    if config["name"].startswith(OBJECT):
+        raise ConfigError(
+            f"env={config['name']} was a Python object; hand it over again, e.g. train(env=..., resume=RUN)."
+        )
+    arguments = {k: v for k, v in config.items() if k != "name"}
+    maker = _find(config["name"], envs.MAKERS, "env")
+    wrapping = {}
+    if "processes" in arguments and "processes" not in inspect.signature(maker).parameters:
+        wrapping["processes"] = arguments.pop("processes")
+    _check_arguments(maker, arguments, f"env={config['name']}")
+    try:
+        env = maker(**arguments)
+        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
+            env.close()
+            return envs.Gymnasium(functools.partial(maker, **arguments), **wrapping)
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
+        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {kind}{error}") from error
+    if wrapping:
+        raise ConfigError(f"env={config['name']} takes no argument processes; it is no gymnasium.Env.")
+    return env
+
+
+def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
+    """A function that builds the agent of an algorithm for an environment."""
+    agent_class, config_class = _find(config.name, algos.MAKERS, "algo")
+    agent_config = build(config_class, config.agent, "algo.agent.")
+    return lambda: agent_class(spec, agent_config)
+
+
+def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
+    """A maker by name, or a class in a file of the user's by `path.py:Class`."""
+    if name in makers:
+        return makers[name]
+    if name.endswith(".py"):
+        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyEnv.")
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"{group}={name}: there is no file {path}; give {group}=PATH.py:{attribute} with where it is now."
+        )
+    spec = importlib.util.spec_from_file_location(f"_torchpod_user_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{group}={name}: {path} cannot be imported: {type(error).__name__}: {error} "
+            "(TORCHPOD_TRACEBACK=1 shows where)."
+        ) from error
+    if not callable(getattr(module, attribute, None)):
+        public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        raise ConfigError(f"{group}={name}: {path} has no class {attribute}; {nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def _check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> None:
+    parameters = inspect.signature(maker).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in arguments:
+        if name not in parameters and not takes_any:
+            raise ConfigError(f"{what} takes no argument {name}; {nearest(name, parameters)}")
+    for name, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if required and name not in arguments:
+            raise ConfigError(f"{what} needs the argument {name}; add +env.{name}=VALUE.")

@@ -1,0 +1,156 @@
+"""How tensors move between the host, the actors' devices and the learner's, without waiting where nobody must.
+
+On CUDA every actor thread has a stream. What it hands to another thread comes with an event, which the other's stream
+waits for; the host waits for an actor's stream only where an environment on the host needs the actions. On the CPU all
+of this is nothing.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod.graph import Replay
+from torchpod.types import Tree
+
+
+class Handed(NamedTuple):
+    """A tree that one thread made for another."""
+
+    tree: Tree
+    ready: Any
+    """The CUDA event after which it is complete; None on the CPU."""
+
+
+def hand_over(tree: Tree, device: torch.device) -> Handed:
+    """To be called where the tree was made, on the stream that made it."""
+    if device.type != "cuda":
+        return Handed(tree, None)
+    return Handed(tree, torch.cuda.current_stream(device).record_event())
+
+
+def take(handed: Handed, device: torch.device) -> Tree:
+    """To be called where the tree is needed: on `device`, complete for what follows on the current stream there."""
+    if handed.ready is None and device.type != "cuda":
+        return handed.tree
+
+    def move(x: Tensor) -> Tensor:
+        if x.device.type == "cuda":
+            # Its memory belongs to the stream that made it, and must not be given away before this one is done.
+            x.record_stream(torch.cuda.current_stream(x.device))
+        return x.to(device, non_blocking=True)
+
+    if handed.ready is not None:
+        torch.cuda.current_stream(device).wait_event(handed.ready)
+    return pytree.tree_map(move, handed.tree)
+
+
+class Port:
+    """Copies trees of one structure between the host and a device, through pinned memory that is used again and again.
+
+    Args:
+      device: of the other side. On the CPU everything is copied all the same, which is how it is tested.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._up: Tree = None
+        self._down: Tree = None
+
+    def upload(self, tree: Tree) -> Tree:
+        """Starts a copy to the device. The last `upload` must be over: a `download` of what came after it says so."""
+        if self._up is None:
+            self._up = self._pinned(tree)
+        pytree.tree_map(Tensor.copy_, self._up, tree)
+        return pytree.tree_map(lambda x: torch.empty_like(x, device=self._device).copy_(x, non_blocking=True), self._up)
+
+    def download(self, tree: Tree) -> Tree:
+        """A copy on the host, valid until the next; waits for everything before it on the current stream."""
+        if self._down is None:
+            self._down = self._pinned(tree)
+        pytree.tree_map(lambda to, x: to.copy_(x, non_blocking=True), self._down, tree)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._down
+
+    def _pinned(self, tree: Tree) -> Tree:
+        pin = self._device.type == "cuda"
+        return pytree.tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, pin_memory=pin), tree)
+
+
+class Static:
+    """A pure function with its own copy of all arguments, on CUDA captured as a graph.
+
+    Args:
+      fn: of trees of tensors.
+      args: to begin with.
+      capture: use a CUDA graph.
+    """
+
+    def __init__(self, fn: Callable[..., Tree], args: tuple[Tree, ...], *, capture: bool) -> None:
+        self._replay = Replay(lambda own: (own, fn(*own)), args, capture=capture)
+        self._given: list[Tensor | None] = [None] * len(pytree.tree_leaves(args))
+
+    def __call__(self, *args: Tree) -> Tree:
+        """The same as `fn`. An argument that is the tensor of the last call is taken to be as it was."""
+        own, given = pytree.tree_leaves(self._replay.state), pytree.tree_leaves(args)
+        for i, (to, x) in enumerate(zip(own, given, strict=True)):
+            if x is not self._given[i]:
+                to.copy_(x, non_blocking=True)
+        self._given = given
+        return pytree.tree_map(torch.clone, self._replay())
+
+
+def on(device: torch.device) -> Any:
+    """A context in which CUDA means this GPU, if it is one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """What is launched within goes to a new stream of the device, if it is a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with on(device), torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+def wait_for(*devices: torch.device) -> None:
+    """Until everything that was launched on these devices is done."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def devices_of(split: str, local_rank: int, local_size: int) -> tuple[list[torch.device], torch.device]:
+    """Which GPUs of its host a rank acts on, and which one it learns on.
+
+    Args:
+      split: "A:L". The first A GPUs act, the next L learn, one rank each.
+      local_rank: among the ranks of this host.
+      local_size: how many there are.
+
+    Raises:
+      ValueError: if actors and learners cannot be matched.
+    """
+    left, colon, right = split.partition(":")
+    if not (colon and left.isdecimal() and right.isdecimal() and int(left) > 0 and int(right) > 0):
+        raise ValueError(f"loop.split={split} is not of the form A:L, e.g. 1:3.")
+    num_actors, num_learners = int(left), int(right)
+    if num_learners != local_size:
+        raise ValueError(
+            f"loop.split={split} has {num_learners} learners per host, and this run {local_size} rank(s); start it "
+            f"with torchrun --nproc-per-node={num_learners}."
+        )
+    if max(num_actors, num_learners) % min(num_actors, num_learners):
+        raise ValueError(f"loop.split={split}: one number must be a multiple of the other.")
+    if num_actors >= num_learners:
+        each = num_actors // num_learners
+        indices = range(local_rank * each, (local_rank + 1) * each)
+    else:
+        indices = [local_rank * num_actors // num_learners]
+    return [torch.device("cuda", i) for i in indices], torch.device("cuda", num_actors + local_rank)
