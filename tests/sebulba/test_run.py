@@ -1,6 +1,5 @@
 """Runs with loop=sebulba from the command line: what users of host environments do."""
 
-import contextlib
 import json
 import os
 import signal
@@ -264,14 +263,8 @@ def alive(pid):
 def test_two_processes_do_not_share_a_run_folder(capsys):
     process = start("env=corridor.py:Corridor", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(1, process)
-    with locked_out(capsys):
-        train("env=corridor.py:Corridor", f"total_env_steps={STEPS}", "run_dir=run", "resume=auto")
+    capsys.readouterr()
+    train("env=corridor.py:Corridor", f"total_env_steps={STEPS}", "run_dir=run", "resume=auto")
+    assert "run is in use by another process; wait until it ends" in capsys.readouterr().err
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-
-
-@contextlib.contextmanager
-def locked_out(capsys):
-    capsys.readouterr()
-    yield
-    assert "run is in use by another process; wait until it ends" in capsys.readouterr().err

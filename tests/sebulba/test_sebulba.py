@@ -400,7 +400,7 @@ def test_the_first_error_is_told_although_the_other_pool_is_under_way(seed, hang
 def test_what_cannot_be_compiled_leaves_no_environment_open(seed, monkeypatch):
     sebulba = make(SebulbaConfig(), env=Gymnasium("CartPole-v1"))
     state, closed = sebulba.init(seed), []
-    monkeypatch.setattr(Gymnasium, "close", closed.append)
+    monkeypatch.setattr(Gymnasium, "close", lambda self: closed.append(self))
 
     def update(*args):
         raise MemoryError("no more")

@@ -16,20 +16,23 @@ two episodes, no transition: mask it. Except for the four booleans nothing is co
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod.types import FIRST, LAST, ActorOutput, TimeStep, Trajectory, Tree
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 _COLUMNS = ("reward", "state_value")
 """What TorchRL wants with an axis of size 1 at the end."""
 _DERIVED = ("done", "terminated", "truncated", "is_init")
 
 
-def to_tensordict(trajectory: Trajectory) -> TensorDict:
+def to_tensordict(trajectory: Trajectory) -> "TensorDict":
     """The steps of a trajectory, batch size `[B, T]`, without the recurrent states.
 
     Args:
@@ -38,6 +41,8 @@ def to_tensordict(trajectory: Trajectory) -> TensorDict:
     Raises:
       ValueError: if the agent or the environment uses a name of the table above for something of its own.
     """
+    from tensordict import TensorDict  # its import takes a second, which runs without it need not wait
+
     timestep, output = trajectory.timestep, trajectory.output
     length, size = timestep.step_type.shape[0] - 1, timestep.step_type.shape[1]
     done = timestep.step_type == LAST
@@ -65,7 +70,7 @@ def to_tensordict(trajectory: Trajectory) -> TensorDict:
 
 
 def to_trajectory(
-    parts: Sequence[TensorDict],
+    parts: "Sequence[TensorDict]",
     actor_state: Tree = (),
     last_actor_state: Tree = (),
     *,

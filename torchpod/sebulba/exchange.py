@@ -7,11 +7,12 @@ environment does not come back.
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
-
-from tensordict import TensorDict
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchpod.sebulba.transfer import Handed
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 _WATCH_S = 0.5  # between two looks at the watchdog
 
@@ -47,7 +48,7 @@ class Phases:
 class Item(NamedTuple):
     """One unroll of one pool of environments."""
 
-    steps: TensorDict
+    steps: "TensorDict"
     """`[b, T]`, with TorchRL's keys (interop/tensordicts.py), on the actor's device."""
     states: Handed
     """Of `(actor_state, carry)`, `[b, ...]`: the recurrent state before the first step, and where the environments

@@ -92,13 +92,14 @@ class Static:
 
     def __init__(self, fn: Callable[..., Tree], args: tuple[Tree, ...], *, capture: bool) -> None:
         self._replay = Replay(lambda own: (own, fn(*own)), args, capture=capture)
-        self._given: list[Tensor | None] = [None] * len(pytree.tree_leaves(args))
+        self._own = pytree.tree_leaves(self._replay.state)
+        self._given: list[Tensor | None] = [None] * len(self._own)
 
     def __call__(self, *args: Tree) -> Tree:
         """The same as `fn`. An argument that is the tensor of the last call is taken to be as it was."""
-        own, given = pytree.tree_leaves(self._replay.state), pytree.tree_leaves(args)
-        for i, (to, x) in enumerate(zip(own, given, strict=True)):
-            if x is not self._given[i]:
+        given = pytree.tree_leaves(args)
+        for to, x, before in zip(self._own, given, self._given, strict=True):
+            if x is not before:
                 to.copy_(x, non_blocking=True)
         self._given = given
         return pytree.tree_map(torch.clone, self._replay())

@@ -1,0 +1,74 @@
+"""Recurrent cells and torsos: against torch's, and the sizes that their papers give."""
+
+import pytest
+import torch
+
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.nets import GRUCell, LSTMCell, make_torso
+from torchpod.specs import Array, Discrete, EnvSpec
+
+
+def test_the_gru_cell_equals_torchs():
+    torch.manual_seed(0)
+    ours, theirs = GRUCell(3, 4), torch.nn.GRUCell(3, 4)
+    with torch.no_grad():  # the same gates in the same order: reset, update, new
+        theirs.weight_ih.copy_(ours.input.weight)
+        theirs.weight_hh.copy_(ours.recurrent.weight)
+        theirs.bias_ih.copy_(ours.input.bias.normal_())
+        theirs.bias_hh.copy_(ours.recurrent.bias.normal_())
+    x, h = torch.randn(6, 3), torch.randn(6, 4)
+    torch.testing.assert_close(ours.output(ours.step(ours.input(x), h)), theirs(x, h))
+
+
+def test_the_lstm_cell_equals_torchs():
+    torch.manual_seed(0)
+    ours, theirs = LSTMCell(3, 4), torch.nn.LSTMCell(3, 4)
+    with torch.no_grad():  # the same gates in the same order: input, forget, cell, output
+        theirs.weight_ih.copy_(ours.input.weight)
+        theirs.weight_hh.copy_(ours.recurrent.weight)
+        theirs.bias_ih.copy_(ours.input.bias.normal_())
+        theirs.bias_hh.copy_(ours.recurrent.bias.normal_())
+        theirs.bias_hh[4:8] += 1
+    x, h, c = torch.randn(6, 3), torch.randn(6, 4), torch.randn(6, 4)
+    state = ours.step(ours.input(x), torch.cat([h, c], -1))
+    expected = theirs(x, (h, c))
+    torch.testing.assert_close(ours.output(state), expected[0])
+    torch.testing.assert_close(state, torch.cat(expected, -1))
+
+
+PARAMETERS = {
+    # Convolutions and the dense layer for 84x84x4, counted by hand.
+    "nature": (8 * 8 * 4 * 32 + 32) + (4 * 4 * 32 * 64 + 64) + (3 * 3 * 64 * 64 + 64) + (7 * 7 * 64 * 512 + 512),
+    "impala_shallow": (8 * 8 * 4 * 16 + 16) + (4 * 4 * 16 * 32 + 32) + (9 * 9 * 32 * 256 + 256),
+    "impala_deep": (9 * 4 * 16 + 16)
+    + 4 * (9 * 16 * 16 + 16)
+    + (9 * 16 * 32 + 32)
+    + 9 * (9 * 32 * 32 + 32)
+    + (11 * 11 * 32 * 256 + 256),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_torsos_have_the_sizes_of_their_papers(name):
+    torso = make_torso(name, (84, 84, 4), channels=(), hidden=0)
+    assert sum(p.numel() for p in torso.parameters()) == PARAMETERS[name]
+    assert torso(torch.rand(2, 3, 84, 84, 4)).shape == (2, 3, torso.out_features)
+
+
+def test_the_deep_torso_grows_by_width_and_depth():
+    grown = make_torso("impala_deep", (16, 16, 1), channels=(), hidden=0, width=2, depth=3)
+    convs = [m for m in grown.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convs) == 3 * (1 + 3 * 2 * 2) and {m.out_channels for m in convs} == {32, 64}
+
+
+def test_bytes_are_scaled_and_what_cannot_be_is_refused():
+    spec = EnvSpec("bytes", Array((12, 12, 3), torch.uint8), Discrete(2))
+    agent = PPO(spec, PPOConfig(hidden=(8,)))
+    x = torch.randint(0, 256, (5, 12, 12, 3), dtype=torch.uint8)
+    torch.testing.assert_close(agent.encoder(x), agent.encoder.net(x.float() / 255))
+    with pytest.raises(ValueError, match=r"images \[12, 12, 3\] are too small"):
+        PPO(spec, PPOConfig(torso="nature"))
+    with pytest.raises(ValueError, match="torso=resnet is not known; use one of small, nature"):
+        PPO(spec, PPOConfig(torso="resnet"))
+    with pytest.raises(ValueError, match="cell=rnn is not known; use gru or lstm"):
+        PPO(spec, PPOConfig(cell="rnn"))
