@@ -49,11 +49,11 @@ def measure(
     mode: str,
     *,
     actors: int,
-    pools: int,
     iterations: int,
     repeats: int,
     threads: int,
     seed: int,
+    pools: int = 1,
     compiled: bool = True,
     algo: str = "ppo",
     unroll_length: int = 128,
@@ -66,11 +66,11 @@ def measure(
       num_envs: B, over all actors.
       mode: "env_only" (one pool, actions drawn beforehand), "policy" or "update".
       actors: actor threads; 0 for none.
-      pools: of environments, per actor.
       iterations: within one timed call.
       repeats: timed calls.
       threads: OpenMP threads of the learner.
       seed: of everything.
+      pools: of environments, per actor.
       compiled: False to see whether it works at all.
       algo: "ppo", 4 epochs of 4 minibatches, or "impala", one update per batch.
       unroll_length: T.
@@ -106,6 +106,7 @@ def measure(
         call, close = raw_call(task, num_envs, unroll_length, pool_threads, options), env.close
     else:
         program = Program(sebulba, sebulba.init(seed))
+        program.begin()
         call, close = program_call(program), program.close
     compile_s = time.perf_counter() - began
     env_steps, wall_s, cpu_s = [], [], []

@@ -46,7 +46,8 @@ class RunState(NamedTuple):
     env_steps: Tensor
     """int64 scalar: transitions on all ranks so far, without resets."""
     older: tuple[Variables, ...] = ()
-    """`[lag, ...]` parameters and buffers of the updates before the last, with which Sebulba's actors may still act."""
+    """Parameters and buffers of the `lag` versions before the newest, oldest first: Sebulba's actors may still act with
+    them."""
 
 
 class NonFiniteError(FloatingPointError):

@@ -1,6 +1,6 @@
 """A training run from configuration to summary: run folder, logging, checkpoints, resume, signals, evaluation.
 
-The training itself is `anakin.train`; everything here happens between two calls to the device.
+The training itself is `anakin.train` or `sebulba.train`; everything here happens between two calls to the device.
 """
 
 import contextlib
@@ -125,6 +125,33 @@ def _execute(
         _check_contract(env, config.env["name"], device)
     make = make or make_agent(config.algo, env.spec)
     loop = _make_loop(config, env, make, ranks, device, actor_devices)
+    try:
+        started = _start(config, loop, source, ranks)
+    except BaseException:
+        _close(loop)
+        raise
+    if isinstance(started, Run):
+        _close(loop)
+        return started
+    state, resumed_at, wall_s = started
+    run_dir = source or new_run_dir(config, ranks)
+    with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
+        try:
+            return _go_on(config, loop, env, state, run_dir, ranks, device, resumed_at, wall_s)
+        finally:
+            getattr(env, "close", lambda: None)()
+
+
+def _close(loop: Anakin | Sebulba) -> None:
+    if isinstance(loop, Sebulba):
+        with contextlib.suppress(Exception):
+            loop.close()
+
+
+def _start(
+    config: TrainConfig, loop: Anakin | Sebulba, source: Path | None, ranks: Ranks
+) -> tuple[RunState, int, float] | Run:
+    """The state to go on from, its iteration, and the seconds trained so far; or a run that is finished already."""
     state = _apply_members(loop.init(config.seed), config)
     resumed_at, wall_s = 0, 0.0
     if source is not None:
@@ -146,12 +173,7 @@ def _execute(
             state = loop.resume(state)
             if not loop.restartable and ranks.rank == 0:
                 print(f"{config.env['name']} is in no checkpoint: its environments begin new episodes.")
-    run_dir = source or new_run_dir(config, ranks)
-    with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
-        try:
-            return _go_on(config, loop, env, state, run_dir, ranks, device, resumed_at, wall_s)
-        finally:
-            getattr(env, "close", lambda: None)()
+    return state, resumed_at, wall_s
 
 
 def _go_on(

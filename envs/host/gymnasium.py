@@ -101,9 +101,9 @@ class Gymnasium:
 
     def recv(self) -> TimeStep:
         """Waits for the step that `send` started."""
-        self._pending = False
         with self._naming_a_lost_worker():
             result = self._envs.step_wait() if self._processes else self._envs.step(self._native)
+        self._pending = False  # not before: what interrupts the wait leaves answers in the pipes
         observation, reward, terminated, truncated, _ = result
         return self._timestep(observation, reward, terminated, truncated)
 
@@ -157,7 +157,7 @@ def host_timestep(
     raw_reward: np.ndarray | None = None,
     game_over: np.ndarray | None = None,
 ) -> tuple[TimeStep, np.ndarray]:
-    """`env.make_timestep` in NumPy, and which episodes are over. All `[B]`.
+    """`env.make_timestep` in NumPy, and which episodes are over. All `[B]`; they share memory, which nobody writes to.
 
     For 64 environments it takes 12 us instead of 110, and never gives Python's lock away in between, which costs an
     actor thread more than its own work when others wait for it.

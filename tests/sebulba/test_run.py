@@ -231,14 +231,15 @@ def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(number):
     assert group_is_empty(process)
 
 
-def test_a_worker_process_that_is_killed_ends_the_run():
+@pytest.mark.parametrize("which", [0, -1], ids=["first of a pool", "last of a pool"])
+def test_a_worker_process_that_is_killed_ends_the_run(which):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
     children = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     server = [int(line.split()[0]) for line in children.splitlines() if "multiprocessing.forkserver" in line]
     workers = [pid for pid in server if os.getpgid(pid) == pid and parent_of(pid) in server]
     began = time.monotonic()
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(sorted(workers)[which], signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert time.monotonic() - began < 10
     message = error.splitlines()[-1]

@@ -26,7 +26,7 @@ from torchpod.envs.host import Gymnasium
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig, train
 from torchpod.sebulba.loop import Program
-from torchpod.types import LAST
+from torchpod.types import FIRST, LAST
 
 T, B = 8, 4
 LEARNER = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-2)
@@ -276,6 +276,7 @@ def test_the_updates_of_a_batch_see_its_environments_in_order_each_once(seed, mo
 
     state = sebulba.init(seed)
     program = Program(sebulba, state)
+    program.begin()
     try:
         monkeypatch.setattr(sebulba.learner, "update", spy)
         program()
@@ -395,6 +396,19 @@ def test_the_first_error_is_told_although_the_other_pool_is_under_way(seed, hang
         run(sebulba, state)
     assert time.perf_counter() - began < 10
     assert multiprocessing.active_children() == []
+
+
+def test_a_subclass_with_a_step_of_its_own_is_stepped_by_it(seed):
+    class Tripled(Gymnasium):
+        def step(self, state, action, keys):
+            state, timestep = super().step(state, action, keys)
+            return state, timestep._replace(reward=3 * timestep.reward)
+
+    for env, reward in ((Gymnasium("CartPole-v1"), 1.0), (Tripled("CartPole-v1"), 3.0)):
+        sebulba = make(SebulbaConfig(pools_per_actor=2), env=env, iterations=2)
+        *_, (_, program) = train(sebulba, sebulba.init(seed))
+        timestep = program.trajectory.timestep
+        assert (timestep.reward[timestep.step_type != FIRST] == reward).all()
 
 
 def test_what_cannot_be_compiled_leaves_no_environment_open(seed, monkeypatch):

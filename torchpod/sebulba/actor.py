@@ -46,11 +46,17 @@ def close_all(envs: Iterable[Env]) -> None:
             closing.callback(getattr(env, "close", lambda: None))
 
 
+def splits(env: Env) -> bool:
+    """Whether the class that defines `step` also defines `send` and `recv`: another's `step` may do more than these."""
+    owners = [next((c for c in type(env).__mro__ if name in vars(c)), None) for name in ("step", "send", "recv")]
+    return None not in owners and len(set(owners)) == 1
+
+
 class Pool:
     """Environments that an actor steps together, and where they stand.
 
     Args:
-      env: nobody else touches it. If it has `send(action)` and `recv()`, its step goes on between the two.
+      env: nobody else touches it. If it `splits`, a step goes on between its `send(action)` and `recv()`.
       advance: step of a tensor environment, or inference for another.
       env_keys: `[b, 3]` of these environments.
       actor_keys: `[b, 3]`.
@@ -71,7 +77,7 @@ class Pool:
     ) -> None:
         self.env, self.carry, self.advance = env, carry, advance
         self.keys, self._phases, self._port = (env_keys, actor_keys), phases, port
-        self._splits = hasattr(env, "send")
+        self._splits = splits(env)
         self._decided: Any = None
         self._native: Any = None
 
@@ -115,7 +121,7 @@ class Actor:
 
     Args:
       index: its number.
-      pools: its environments. With two, one is stepped while the actor decides for the other.
+      pools: its environments. With two that split, one is stepped while the actor decides for the other.
       phases: its clock.
       device: where it decides.
       length: T of an unroll.
@@ -130,6 +136,7 @@ class Actor:
         self._handed: Handed | None = None
         self._variables: Variables = {}
         self._thread: threading.Thread | None = None
+        self._abandoned = False
 
     def begin(self, exchange: Exchange, first: int) -> None:
         """Starts the thread at unroll `first`."""
@@ -146,7 +153,8 @@ class Actor:
         """
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.perf_counter()))
-        if self._thread is None or not self._thread.is_alive():
+        self._abandoned = self._thread is not None and self._thread.is_alive()
+        if not self._abandoned:
             close_all(pool.env for pool in self.pools)
 
     def produce(self, exchange: Exchange, number: int) -> list[Item]:
@@ -171,6 +179,7 @@ class Actor:
             steps = to_tensordict(trajectory)
             states = hand_over((trajectory.actor_state, pool.carry), self.device)
             items.append(Item(steps, states, version, seconds))
+        self.phases.enter("queue")
         return items
 
     def _taken(self, handed: Handed) -> Variables:
@@ -184,10 +193,12 @@ class Actor:
             with stream_of_its_own(self.device):
                 for number in itertools.count(first):
                     items = self.produce(exchange, number)
-                    self.phases.enter("queue")
                     with span("put"):
                         exchange.put(self.index, items)
         except ClosedError:
             pass
         except BaseException as error:
             exchange.fail(self.index, error)
+        finally:
+            if self._abandoned:  # by `join`: its environments came back too late
+                close_all(pool.env for pool in self.pools)

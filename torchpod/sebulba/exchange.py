@@ -29,18 +29,19 @@ class Phases:
     """Where the time of one actor thread goes, and what it is doing now."""
 
     def __init__(self) -> None:
-        self.name, self.since = "start", time.perf_counter()
+        self.now = "start", time.perf_counter()
+        """What it does, and since when; one object, for the watchdog reads it from another thread."""
         self._seconds: dict[str, float] = {}
 
     def enter(self, name: str) -> None:
         """Ends the phase that was, begins another."""
-        now = time.perf_counter()
-        self._seconds[self.name] = self._seconds.get(self.name, 0.0) + now - self.since
-        self.name, self.since = name, now
+        (before, since), now = self.now, time.perf_counter()
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - since
+        self.now = name, now
 
     def take(self) -> dict[str, float]:
         """Seconds per phase since the last call."""
-        self.enter(self.name)
+        self.enter(self.now[0])
         seconds, self._seconds = self._seconds, {}
         return seconds
 
@@ -103,7 +104,6 @@ class Exchange:
             while not all(self._queues):
                 self._raise_failure()
                 self._changed.wait(_WATCH_S)
-            self._raise_failure()
             items = [item for queue in self._queues for item in queue.popleft()]
             self._changed.notify_all()
             return items
@@ -160,8 +160,9 @@ class Exchange:
             actor, error = self._failure
             raise ActorError(f"actor thread {actor} failed: {type(error).__name__}: {error}.") from error
         for actor, phases in enumerate(self._phases):
-            waited = time.perf_counter() - phases.since
-            if phases.name == "environment" and waited > self._timeout_s:
+            doing, since = phases.now
+            waited = time.perf_counter() - since
+            if doing == "environment" and waited > self._timeout_s:
                 raise ActorError(
                     f"actor thread {actor} has waited {waited:.0f} s for a step of its environments; if a step may "
                     f"take so long, raise loop.timeout_s={self._timeout_s:g}."

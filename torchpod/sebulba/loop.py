@@ -4,7 +4,7 @@ After Hessel et al. 2021, "Podracer architectures for scalable reinforcement lea
 (https://arxiv.org/abs/2104.06272), figure 3. The environments of a run are shared out to actor threads as they are to
 ranks: actor k of K owns environments `k * B / K ... (k + 1) * B / K - 1`, with the keys that they have in Anakin. An
 iteration is: one unroll of every actor, put side by side, one update. With lag 0 it is Anakin's iteration, to the bit
-if there is one actor.
+if there is one pool.
 """
 
 import contextlib
@@ -100,8 +100,11 @@ class Sebulba:
         self.num_actors = max(1, config.num_actor_threads)
         num_pools = self.num_actors * config.pools_per_actor
         for name, parts in (
-            (f"num_actor_threads={self.num_actors}", self.num_actors),
-            (f"num_actor_threads={self.num_actors} with loop.pools_per_actor={config.pools_per_actor}", num_pools),
+            (f"num_actor_threads={config.num_actor_threads}", self.num_actors),
+            (
+                f"num_actor_threads={config.num_actor_threads} with loop.pools_per_actor={config.pools_per_actor}",
+                num_pools,
+            ),
             (f"updates_per_batch={config.updates_per_batch}", config.updates_per_batch),
         ):
             if num_envs % parts:
@@ -169,6 +172,10 @@ class Sebulba:
         carry = self._start(self.agent, keys)._replace(step=state.carry.step)
         zeros = torch.zeros_like(state.episode_return), torch.zeros_like(state.episode_length)
         return state._replace(carry=carry, episode_return=zeros[0], episode_length=zeros[1])
+
+    def close(self) -> None:
+        """Closes the environments, of a run that never began; otherwise `Program.close` does."""
+        close_all(self.envs)
 
     def older(self, versions: list[Variables]) -> tuple[Variables, ...]:
         """The `lag` versions before the newest, oldest first; the first one stands for those before it."""
@@ -249,7 +256,7 @@ class Sebulba:
 
 
 class Program:
-    """A run under way. Compiles everything, and then starts the actors.
+    """A run under way. Compiles everything; `begin` starts the actors.
 
     Args:
       sebulba: the program.
@@ -257,7 +264,7 @@ class Program:
     """
 
     def __init__(self, sebulba: Sebulba, state: RunState) -> None:
-        self._sebulba, self._began_at = sebulba, state
+        self._sebulba, self._carry = sebulba, state.carry
         # Where the environments stand, and what the actors may still ask for, is not the update's affair.
         self._state = state._replace(carry=(), older=())
         lag = sebulba.config.lag
@@ -283,11 +290,15 @@ class Program:
         self._items: list[Item] = []
         self.healthy = bool(state.learner.healthy)
         """Whether all gradients so far were finite."""
-        wait_for(sebulba.device, *sebulba.actor_devices)  # streams of actors know nothing of what was done so far
         self._threaded = sebulba.config.num_actor_threads > 0
-        if self._threaded:
-            for actor in self._actors:
-                actor.begin(self._exchange, self._iteration)
+
+    def begin(self) -> None:
+        """Starts the actor threads, if there are to be any."""
+        wait_for(
+            self._sebulba.device, *self._sebulba.actor_devices
+        )  # their streams know nothing of what was done so far
+        for actor in self._actors if self._threaded else ():
+            actor.begin(self._exchange, self._iteration)
 
     @property
     def env_steps(self) -> int:
@@ -296,12 +307,11 @@ class Program:
 
     @property
     def state(self) -> RunState:
-        """Everything the run is."""
-        carry = self._began_at.carry
+        """Everything the run is. Between two calls: one that was given up leaves its parts at different iterations."""
         if self._items:
-            carry = side_by_side([take(item.states, self._sebulba.device)[1] for item in self._items])
+            self._carry = side_by_side([take(item.states, self._sebulba.device)[1] for item in self._items])
         versions = [handed.tree for handed in self._exchange.versions()]
-        return self._state._replace(carry=carry, older=self._sebulba.older(versions))
+        return self._state._replace(carry=self._carry, older=self._sebulba.older(versions))
 
     def __call__(self) -> dict[str, Tensor]:
         """One iteration; returns its metrics."""
@@ -338,9 +348,10 @@ class Program:
         self._exchange.close()
         deadline = time.perf_counter() + JOIN_S
         with contextlib.ExitStack() as joining:
+            # What actors launched last still writes to memory that is freed after this.
+            joining.callback(wait_for, *self._sebulba.actor_devices)
             for actor in self._actors:
                 joining.callback(actor.join, deadline)
-        wait_for(*self._sebulba.actor_devices)  # what actors launched last still writes to memory that is freed now
 
     def _publish(self, version: int, variables: Variables) -> None:
         self._exchange.publish(version, hand_over(variables, self._sebulba.device))
@@ -362,10 +373,12 @@ def train(
     try:
         program = Program(sebulba, state)
     except BaseException:
-        close_all(sebulba.envs)
+        with contextlib.suppress(Exception):  # what was raised first is what went wrong
+            sebulba.close()
         raise
     compile_s = time.perf_counter() - began
     try:
+        program.begin()
         while iteration < until:
             began, history = time.perf_counter(), []
             count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
@@ -378,7 +391,7 @@ def train(
             yield Report(iteration, program.env_steps, metrics, time.perf_counter() - began, compile_s), program
             compile_s = 0.0
     except BaseException:
-        with contextlib.suppress(Exception):  # what was raised first is what went wrong
+        with contextlib.suppress(Exception):
             program.close()
         raise
     program.close()
