@@ -433,7 +433,7 @@ def test_tensorboard_gets_what_the_metrics_get_and_its_absence_changes_nothing(t
     [
         ("anakin", ("act", "apply", "env_step", "gradient", "rollout", "update")),
         # Of the main thread, which is what the profiler sees; act and env_step are of the evaluation.
-        ("sebulba", ("act", "apply", "env_step", "get", "gradient", "update")),
+        pytest.param("sebulba", ("act", "apply", "env_step", "get", "gradient", "update"), marks=pytest.mark.slow),
     ],
 )
 def test_a_profile_shows_the_ranges_of_an_iteration(tmp_path: Path, loop: str, names: tuple[str, ...]):

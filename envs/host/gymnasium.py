@@ -4,7 +4,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import warnings
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +15,9 @@ from torch import Tensor
 from torchpod import random
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
 from torchpod.types import MID, TimeStep, Tree
+
+_LAST_STEP_S = 1.0
+"""How long `close` waits for workers that are in a step."""
 
 
 class Gymnasium:
@@ -121,18 +124,21 @@ class Gymnasium:
         if self._envs is None:
             return
         envs, self._envs = self._envs, None
-        # A step under way may take for ever, and its error is nobody's any more.
-        options = {"terminate": True} if self._processes and self._pending else {}
+        pending, self._pending = self._pending, False
+        if not self._processes:
+            envs.close()
+            return
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*waiting for a pending call", UserWarning)
-                envs.close(**options)
-        except Exception as error:
-            if not self._processes or not (self._pending or isinstance(error, EOFError | OSError)):
-                raise
-            for process in envs.processes:  # a worker is gone, and does not answer, or failed
-                process.terminate()
-                process.join()
+            if pending:  # a step that nobody waits for any more; workers that answer end in order
+                envs.step_wait(timeout=_LAST_STEP_S)
+            envs.close()
+        except Exception:  # a worker hangs, failed, or is gone
+            for process in envs.processes:
+                # Not process.terminate(), which asks a server whether there is one; a signal may have ended that too.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
+            for process in envs.processes:
+                process.join(_LAST_STEP_S)
             envs.closed = True
 
     def _timestep(self, observation: Any, *outcome: np.ndarray) -> TimeStep:
