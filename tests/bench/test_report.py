@@ -75,6 +75,8 @@ def test_main_reads_the_folder_leaves_out_quick_runs_and_refuses_foreign_files(t
 def test_the_gpu_suite_writes_what_the_report_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "NUM_ENVS", (8,))
     monkeypatch.setattr(gpu, "HOST_CASES", ())
+    build = gpu.build
+    monkeypatch.setattr(gpu, "build", lambda device, num_envs, compiled: build(device, num_envs, compiled=False))
     monkeypatch.setattr(gpu, "correctness", lambda device, num_envs: ([], ["it waits."]))
     assert gpu.main(str(tmp_path / "gpu.json"), device="cpu") == 1
     page = report.render(report.load(tmp_path))
