@@ -28,7 +28,7 @@ from torchpod.compile import Compiler
 from torchpod.envs.host import EnvPool
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig
-from torchpod.sebulba.loop import Program
+from torchpod.sebulba.program import Program
 from torchpod.types import FIRST, Trajectory
 
 ATARI = {"reward_clip": True, "episodic_life": True}

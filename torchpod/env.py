@@ -3,7 +3,9 @@
 An environment is pure and batched: state goes in, state comes out, and randomness comes from keys.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -32,6 +34,13 @@ class Env(Protocol):
     def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
         """One step; where the last step was `LAST`, a reset that ignores the action. Keys `[B, 3]` are fresh."""
         ...
+
+
+def close_all(envs: Iterable[Env]) -> None:
+    """Closes every environment that can be closed, whatever others raise."""
+    with contextlib.ExitStack() as closing:
+        for env in envs:
+            closing.callback(getattr(env, "close", lambda: None))
 
 
 class TensorEnv:

@@ -27,7 +27,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig, nearest
 from torchpod.distributed import Ranks, init, shutdown
-from torchpod.env import Env
+from torchpod.env import Env, close_all
 from torchpod.envs import MAKERS
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
@@ -91,22 +91,26 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
     source = resume_source(config)
     if source is not None:
         config = resumed_config(config, source)
-    actor_devices, device_name = [], config.device
-    if config.loop.split is not None:
-        if config.device != "cuda":
-            raise ConfigError(f"loop.split={config.loop.split} shares out GPUs; add device=cuda.")
-        local_rank, local_size = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-        actor_devices, learner_device = devices_of(config.loop.split, local_rank, local_size)
-        device_name = str(learner_device)
-    ranks, device = init(device_name)
+    ranks, device = init(_split(config)[1])
     # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or 1)
     try:
-        return _execute(config, source, ranks, device, actor_devices, env, make)
+        return _execute(config, source, ranks, device, env, make)
     finally:
         torch.set_num_threads(threads)
         shutdown()
+
+
+def _split(config: TrainConfig) -> tuple[list[torch.device], str]:
+    """The GPUs on which this rank acts, if they are others than its own, and the device on which it learns."""
+    if config.loop.split is None:
+        return [], config.device
+    if config.device != "cuda":
+        raise ConfigError(f"loop.split={config.loop.split} shares out GPUs; add device=cuda.")
+    local_rank, local_size = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    actor_devices, learner_device = devices_of(config.loop.split, local_rank, local_size)
+    return actor_devices, str(learner_device)
 
 
 def _execute(
@@ -114,7 +118,6 @@ def _execute(
     source: Path | None,
     ranks: Ranks,
     device: torch.device,
-    actor_devices: list[torch.device],
     env: Env | None,
     make: Callable[[], Agent] | None,
 ) -> Run:
@@ -124,7 +127,7 @@ def _execute(
     if config.env["name"] not in MAKERS:
         _check_contract(env, config.env["name"], device)
     make = make or make_agent(config.algo, env.spec)
-    loop = _make_loop(config, env, make, ranks, device, actor_devices)
+    loop = _make_loop(config, env, make, ranks, device)
     try:
         started = _start(config, loop, source, ranks)
     except BaseException:
@@ -139,7 +142,7 @@ def _execute(
         try:
             return _go_on(config, loop, env, state, run_dir, ranks, device, resumed_at, wall_s)
         finally:
-            getattr(env, "close", lambda: None)()
+            close_all([env])
 
 
 def _close(loop: Anakin | Sebulba) -> None:
@@ -214,12 +217,7 @@ def _go_on(
 
 
 def _make_loop(
-    config: TrainConfig,
-    env: Env,
-    make: Callable[[], Agent],
-    ranks: Ranks,
-    device: torch.device,
-    actor_devices: list[torch.device],
+    config: TrainConfig, env: Env, make: Callable[[], Agent], ranks: Ranks, device: torch.device
 ) -> Anakin | Sebulba:
     settings: dict[str, Any] = {
         "num_envs": ranks.share(config.num_envs, "num_envs"),
@@ -232,7 +230,7 @@ def _make_loop(
     }
     if config.loop.name == "anakin":
         return Anakin(make, env, **settings)
-    return Sebulba(make, lambda: copy.copy(env), config=config.loop, actor_devices=actor_devices, **settings)
+    return Sebulba(make, lambda: copy.copy(env), config=config.loop, actor_devices=_split(config)[0], **settings)
 
 
 def _train(
@@ -354,7 +352,7 @@ def _check_contract(env: Env, name: str, device: torch.device) -> None:
             f"env={name} fails within 100 steps: {type(error).__name__}: {error} (TORCHPOD_TRACEBACK=1 shows where)."
         ) from error
     finally:
-        getattr(env, "close", lambda: None)()
+        close_all([env])
 
 
 def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:

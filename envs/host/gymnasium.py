@@ -165,8 +165,8 @@ def host_timestep(
 ) -> tuple[TimeStep, np.ndarray]:
     """`env.make_timestep` in NumPy, and which episodes are over. All `[B]`; they share memory, which nobody writes to.
 
-    For 64 environments it takes 12 us instead of 110, and never gives Python's lock away in between, which costs an
-    actor thread more than its own work when others wait for it.
+    For small batches NumPy is faster than torch, and it never gives Python's lock away in between, which costs an actor
+    thread more than its own work when others wait for it.
     """
     last = (terminated | truncated) & ~reset
     reward = np.where(reset, 0.0, reward).astype(np.float32)

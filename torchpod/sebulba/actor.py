@@ -1,10 +1,9 @@
 """An actor: a share of the environments, stepped in a thread of its own."""
 
-import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
-from torchpod.env import Env
+from torchpod.env import Env, close_all
 from torchpod.interop import to_tensordict
 from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
@@ -37,13 +36,6 @@ def make_act(agent: Agent) -> Act:
         return output, actor_state, random.at(env_keys, count), count
 
     return act
-
-
-def close_all(envs: Iterable[Env]) -> None:
-    """Closes every environment that can be closed, whatever others raise."""
-    with contextlib.ExitStack() as closing:
-        for env in envs:
-            closing.callback(getattr(env, "close", lambda: None))
 
 
 def splits(env: Env) -> bool:

@@ -7,10 +7,8 @@ iteration is: one unroll of every actor, put side by side, one update. With lag 
 if there is one pool.
 """
 
-import contextlib
 import copy
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,21 +18,18 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Variables
-from torchpod.anakin import NonFiniteError, Report, RunState, init_state, next_state
-from torchpod.compile import Compiler, span
+from torchpod.anakin import RunState, init_state, next_state
+from torchpod.compile import Compiler
 from torchpod.distributed import ALONE, Ranks
-from torchpod.env import Env
-from torchpod.episodes import count_episodes, mean_metrics
+from torchpod.env import Env, close_all
+from torchpod.episodes import count_episodes
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import Step, make_step, start
-from torchpod.sebulba.actor import Act, Actor, Pool, close_all, make_act
-from torchpod.sebulba.exchange import Exchange, Item, Phases
-from torchpod.sebulba.transfer import Handed, Port, Static, hand_over, on, take, wait_for
+from torchpod.sebulba.actor import Act, Actor, Pool, make_act
+from torchpod.sebulba.exchange import Item, Phases
+from torchpod.sebulba.transfer import Handed, Port, Static, hand_over, on, take
 from torchpod.types import Carry, Trajectory, Tree
-
-JOIN_S = 4.0
-"""How long the end of a run waits for a thread that does not come back from its environments."""
 
 
 @dataclass(frozen=True)
@@ -253,156 +248,6 @@ class Sebulba:
         carries = [start(agent, env, keys.cpu()) for env, keys in zip(self.envs, shares, strict=True)]
         whole = side_by_side([carry._replace(env_state=()) for carry in carries])
         return pytree.tree_map(lambda x: x.to(self.device), whole)
-
-
-class Program:
-    """A run under way. Compiles everything; `begin` starts the actors.
-
-    Args:
-      sebulba: the program.
-      state: to begin from.
-    """
-
-    def __init__(self, sebulba: Sebulba, state: RunState) -> None:
-        self._sebulba, self._carry = sebulba, state.carry
-        # Where the environments stand, and what the actors may still ask for, is not the update's affair.
-        self._state = state._replace(carry=(), older=())
-        lag = sebulba.config.lag
-        self._iteration = int(state.iteration)
-        self._actors = sebulba.actors(state)
-        example = sebulba.example(state, self._actors)
-        if sebulba.static:
-            capture = sebulba.device.type == "cuda"
-            self._update = Static(sebulba.update, (self._state, example), capture=capture)
-        else:
-            self._update = sebulba.update
-            self._update(self._state, example)
-        self._exchange = Exchange(
-            [actor.phases for actor in self._actors],
-            lag=None if lag == "free" else lag,
-            capacity=sebulba.config.queue_size,
-            timeout_s=sebulba.config.timeout_s,
-        )
-        for back in range(0 if lag == "free" else lag, 0, -1):
-            if self._iteration - back >= 0:
-                self._publish(self._iteration - back, state.older[-back])
-        self._publish(self._iteration, state.learner.params | state.learner.buffers)
-        self._items: list[Item] = []
-        self.healthy = bool(state.learner.healthy)
-        """Whether all gradients so far were finite."""
-        self._threaded = sebulba.config.num_actor_threads > 0
-
-    def begin(self) -> None:
-        """Starts the actor threads, if there are to be any."""
-        wait_for(
-            self._sebulba.device, *self._sebulba.actor_devices
-        )  # their streams know nothing of what was done so far
-        for actor in self._actors if self._threaded else ():
-            actor.begin(self._exchange, self._iteration)
-
-    @property
-    def env_steps(self) -> int:
-        """Transitions so far, over all ranks."""
-        return int(self._state.env_steps)
-
-    @property
-    def state(self) -> RunState:
-        """Everything the run is. Between two calls: one that was given up leaves its parts at different iterations."""
-        if self._items:
-            self._carry = side_by_side([take(item.states, self._sebulba.device)[1] for item in self._items])
-        versions = [handed.tree for handed in self._exchange.versions()]
-        return self._state._replace(carry=self._carry, older=self._sebulba.older(versions))
-
-    def __call__(self) -> dict[str, Tensor]:
-        """One iteration; returns its metrics."""
-        number, began = self._iteration, time.perf_counter()
-        if self._threaded:
-            with span("get"):
-                items = self._exchange.collect()
-        else:
-            items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
-        waited, occupancy = time.perf_counter() - began, self._exchange.occupancy()
-        with span("update"):
-            self._state, metrics = self._update(self._state, merge(items, self._sebulba.device))
-        self._iteration, self._items = number + 1, items
-        self._publish(number + 1, self._state.learner.params | self._state.learner.buffers)
-        self.healthy = bool(self._state.learner.healthy)  # on a GPU, waits for the update
-        ages = [number - item.version for item in items]
-        took = time.perf_counter() - began
-        told = {
-            "policy_age": sum(ages) / len(ages),
-            "policy_age_max": max(ages),
-            "queue_occupancy": occupancy,
-            "learner_wait": waited / took,
-            "inference_batches_per_s": len(items) * self._sebulba.unroll_length / took,
-        } | _shares([item.seconds for item in items])
-        return metrics | {name: torch.tensor(float(value)) for name, value in told.items()}
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """What the last iteration learned from."""
-        return merge(self._items, self._sebulba.device)
-
-    def close(self) -> None:
-        """Ends the threads and closes the environments."""
-        self._exchange.close()
-        deadline = time.perf_counter() + JOIN_S
-        with contextlib.ExitStack() as joining:
-            # What actors launched last still writes to memory that is freed after this.
-            joining.callback(wait_for, *self._sebulba.actor_devices)
-            for actor in self._actors:
-                joining.callback(actor.join, deadline)
-
-    def _publish(self, version: int, variables: Variables) -> None:
-        self._exchange.publish(version, hand_over(variables, self._sebulba.device))
-
-
-def train(
-    sebulba: Sebulba, state: RunState, *, until: int | None = None, iterations_per_call: int = 1
-) -> Iterator[tuple[Report, Program]]:
-    """Runs iterations and reports after every `iterations_per_call` of them; as `anakin.train`.
-
-    The environments are closed when the iterator is exhausted, closed, or fails.
-
-    Raises:
-      ActorError: if an actor thread failed, or an environment does not come back.
-      NonFiniteError: if the gradient is not finite any more.
-    """
-    until = sebulba.num_iterations if until is None else until
-    iteration, began = int(state.iteration), time.perf_counter()
-    try:
-        program = Program(sebulba, state)
-    except BaseException:
-        with contextlib.suppress(Exception):  # what was raised first is what went wrong
-            sebulba.close()
-        raise
-    compile_s = time.perf_counter() - began
-    try:
-        program.begin()
-        while iteration < until:
-            began, history = time.perf_counter(), []
-            count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
-            for _ in range(count):
-                history.append(program())
-                iteration += 1
-                if not program.healthy:
-                    raise NonFiniteError(iteration, program.trajectory)
-            metrics = mean_metrics(history)
-            yield Report(iteration, program.env_steps, metrics, time.perf_counter() - began, compile_s), program
-            compile_s = 0.0
-    except BaseException:
-        with contextlib.suppress(Exception):
-            program.close()
-        raise
-    program.close()
-
-
-def _shares(seconds: list[dict[str, float]]) -> dict[str, float]:
-    """What part of the actors' time went where."""
-    total = sum(sum(s.values()) for s in seconds) or 1.0
-    names = {name: f"actor_in_{name}" for name in ("environment", "inference", "transfer")}
-    shares = {told: sum(s.get(name, 0.0) for s in seconds) / total for name, told in names.items()}
-    return shares | {"actor_wait": sum(s.get(name, 0.0) for s in seconds for name in ("parameters", "queue")) / total}
 
 
 def merge(items: list[Item], device: torch.device) -> Trajectory:

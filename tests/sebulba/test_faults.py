@@ -1,0 +1,140 @@
+"""Environments and learners that fail or hang: the run ends, with the error that came first, and nothing is left."""
+
+import multiprocessing
+import time
+
+import gymnasium
+import pytest
+import torch
+
+from tests.sebulba.test_sebulba import AGENTS, LEARNER, T, make, no_thread_is_left, run
+from torchpod.anakin import NonFiniteError
+from torchpod.compile import Compiler
+from torchpod.env import HostEnv
+from torchpod.envs.cartpole import CartPole
+from torchpod.envs.host import Gymnasium
+from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig
+
+__all__ = ["no_thread_is_left"]  # a fixture that every test here uses
+
+
+class Broken(HostEnv):
+    """Goes wrong at step 20: raises, hangs for `hang_s`, or gives rewards of another shape or that are no numbers."""
+
+    def __init__(self, fault, hang_s=0.0):
+        super().__init__(CartPole(max_episode_steps=7))
+        self.fault, self.hang_s, self.count = fault, hang_s, 0
+
+    def step(self, state, action, keys):
+        self.count += 1
+        state, timestep = super().step(state, action, keys)
+        if self.count < 20:
+            return state, timestep
+        if self.fault == "raise":
+            raise KeyError("the simulator lost its licence")
+        if self.fault == "hang":
+            time.sleep(self.hang_s)
+        if self.fault == "shape":
+            timestep = timestep._replace(reward=timestep.reward[:-1])
+        if self.fault == "nan":
+            timestep = timestep._replace(reward=timestep.reward * torch.nan)
+        return state, timestep
+
+
+@pytest.mark.parametrize(("fault", "cause"), [("raise", KeyError), ("shape", RuntimeError)])
+def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, cause):
+    sebulba = make(SebulbaConfig(), env=Broken(fault))
+    with pytest.raises(ActorError, match=r"actor thread \d failed: ") as caught:
+        run(sebulba, sebulba.init(seed))
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_an_environment_that_does_not_come_back_is_named(seed):
+    sebulba = make(SebulbaConfig(timeout_s=0.5), env=Broken("hang", hang_s=3.0))
+    state, began = sebulba.init(seed), time.perf_counter()
+    with pytest.raises(ActorError, match=r"actor thread \d has waited \d s .* loop.timeout_s=0.5"):
+        run(sebulba, state)
+    assert time.perf_counter() - began < 10
+
+
+def test_a_reward_that_is_no_number_stops_the_run_with_the_trajectory(seed):
+    sebulba = make(SebulbaConfig(), env=Broken("nan"))
+    with pytest.raises(NonFiniteError) as caught:
+        run(sebulba, sebulba.init(seed))
+    assert caught.value.iteration == 3 and caught.value.trajectory.timestep.reward.isnan().any()
+
+
+def test_a_learner_that_fails_takes_its_actors_along(seed, monkeypatch):
+    sebulba = make(SebulbaConfig())
+    state = sebulba.init(seed)
+    calls = []
+
+    def update(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise MemoryError("no more")
+        return Sebulba.update(sebulba, *args)
+
+    monkeypatch.setattr(sebulba, "update", update)
+    with pytest.raises(MemoryError):
+        run(sebulba, state)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium prints the error of a worker as one
+@pytest.mark.parametrize("hang_s", [0.0, 60.0], ids=["both raise", "one hangs"])
+def test_the_first_error_is_told_although_the_other_pool_is_under_way(seed, hang_s, tmp_path):
+    """Worker processes: the second pool's step is pending, for ever or with an error of its own."""
+
+    class Bad(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self, number):
+            self.number, self.count = number, 0
+
+        def reset(self, *, seed=None, options=None):
+            return self.observation_space.low, {}
+
+        def step(self, action):
+            self.count += 1
+            if self.count > 4:
+                time.sleep(0.0 if self.number == 0 else hang_s)
+                raise OSError(f"environment {self.number} is broken")
+            return self.observation_space.low, 0.0, False, False, {}
+
+    numbers = iter(range(2))
+
+    def make_env():
+        number = next(numbers)
+        return Gymnasium(lambda: Bad(number), processes=True)
+
+    probe = Gymnasium(lambda: Bad(0))
+    sebulba = Sebulba(
+        lambda: AGENTS["ppo"](probe.spec),
+        make_env,
+        num_envs=2,
+        unroll_length=T,
+        learner=LEARNER,
+        num_iterations=2,
+        compiler=Compiler(enabled=False),
+        config=SebulbaConfig(num_actor_threads=1, pools_per_actor=2),
+    )
+    state, began = sebulba.init(seed), time.perf_counter()
+    with pytest.raises(ActorError, match="environment 0 is broken"):
+        run(sebulba, state)
+    assert time.perf_counter() - began < 10
+    assert multiprocessing.active_children() == []
+
+
+def test_what_cannot_be_compiled_leaves_no_environment_open(seed, monkeypatch):
+    sebulba = make(SebulbaConfig(), env=Gymnasium("CartPole-v1"))
+    state, closed = sebulba.init(seed), []
+    monkeypatch.setattr(Gymnasium, "close", lambda self: closed.append(self))
+
+    def update(*args):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(sebulba, "update", update)
+    with pytest.raises(MemoryError):
+        run(sebulba, state)
+    assert len(closed) == len(sebulba.envs) == 2
