@@ -140,6 +140,7 @@ def test_a_broken_environment_leaves_a_checkpoint_and_its_traceback(capsys):
         (["env=gymnasium", "loop.refresh=never"], "loop.refresh='never': expected unroll or step."),
         (["env=gymnasium", "loop.num_actor_threads=-1"], "must be at least 0"),
         (["env=gymnasium", "loop.num_actor_threads=3"], "cannot be split by loop.num_actor_threads=3"),
+        (["env=gymnasium", "loop.split=1:30"], "loop.split=1:30 shares out GPUs; add device=cuda."),
         (["env=gymnasium", "algo=a2c"], "cannot correct for loop.lag=1; use loop.lag=0"),
         (["env=gymnasium", "population=2"], "population=2 needs loop=anakin"),
         (["env=cartpole", "loop=anakin", "loop.lag=1"], "loop.lag is a setting of the other loop; add loop=sebulba"),
