@@ -52,7 +52,7 @@ def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, caus
 def test_an_environment_that_does_not_come_back_is_named(seed):
     sebulba = make(SebulbaConfig(timeout_s=0.5), env=Broken("hang", hang_s=3.0))
     state, began = sebulba.init(seed), time.perf_counter()
-    with pytest.raises(ActorError, match=r"actor thread \d has waited \d s .* loop.timeout_s=0.5"):
+    with pytest.raises(ActorError, match=r"actor thread \d has waited \d s .* its cartpole .* loop.timeout_s=0.5"):
         run(sebulba, state)
     assert time.perf_counter() - began < 10
 

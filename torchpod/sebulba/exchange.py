@@ -26,9 +26,14 @@ class ClosedError(Exception):
 
 
 class Phases:
-    """Where the time of one actor thread goes, and what it is doing now."""
+    """Where the time of one actor thread goes, and what it is doing now.
 
-    def __init__(self) -> None:
+    Args:
+      environment: name of what it steps.
+    """
+
+    def __init__(self, environment: str) -> None:
+        self.environment = environment
         self.now = "start", time.perf_counter()
         """What it does, and since when; one object, for the watchdog reads it from another thread."""
         self._seconds: dict[str, float] = {}
@@ -164,6 +169,6 @@ class Exchange:
             waited = time.perf_counter() - since
             if doing == "environment" and waited > self._timeout_s:
                 raise ActorError(
-                    f"actor thread {actor} has waited {waited:.0f} s for a step of its environments; if a step may "
-                    f"take so long, raise loop.timeout_s={self._timeout_s:g}."
+                    f"actor thread {actor} has waited {waited:.0f} s for a step of its {phases.environment} "
+                    f"environments; if a step may take so long, raise loop.timeout_s={self._timeout_s:g}."
                 )

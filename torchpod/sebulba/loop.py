@@ -182,7 +182,7 @@ class Sebulba:
         num, each, actors = len(self.envs), self.config.pools_per_actor, []
         variables = state.learner.params | state.learner.buffers
         for k, device in enumerate(self.actor_devices):
-            phases, pools = Phases(), []
+            phases, pools = Phases(self.envs[0].spec.name), []
             for i in range(k * each, (k + 1) * each):
                 share = pytree.tree_map(
                     lambda x, i=i, device=device: (x.chunk(num)[i] if x.ndim else x).contiguous().to(device),
