@@ -36,7 +36,7 @@ class EnvPool:
 
     EnvPool resets at the step after the last and ignores its action, as the contract wants it. Observations of uint8,
     float32 and bool are EnvPool's own arrays, not copied; every step has new ones, so those held stay as they are.
-    Images are copied, from `[C, H, W]` to `[H, W, C]`.
+    Images are views `[H, W, C]` of its `[C, H, W]`.
     The keys of `init` seed the environments, once; the keys of `step` are not used.
 
     With `episodic_life=True` a lost life of an Atari game is a termination; `extras["game_over"]` is the true end, and

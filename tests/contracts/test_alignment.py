@@ -116,7 +116,7 @@ class Names(TensorEnv):
     spec = EnvSpec("names", observation=Array((2,)), action=Discrete(5), max_episode_steps=7)
 
     def reset(self, keys):
-        name = random.bits(keys, 1)[..., 0] % 1000
+        name = random.bits(keys, 1)[..., 0] % 100_000  # 100 * name is exact in float32
         return torch.stack([name, torch.zeros_like(name)], -1)
 
     def transition(self, state, action, keys):

@@ -94,11 +94,16 @@ def test_ppo_swings_up_envpools_pendulum(tmp_path):
     assert sebulba_return("experiment=ppo_pendulum_sebulba", folder=tmp_path / "run") >= -250
 
 
+def test_a_gru_solves_memory_chain_in_the_other_loop_too(tmp_path):
+    """Chance, which is what an agent without memory gets, is 0; see the next test."""
+    assert sebulba_return("experiment=memory_chain", "compile=false", folder=tmp_path / "run") >= 0.95
+
+
 def test_a_gru_solves_memory_chain_where_an_mlp_cannot():
     # Uncompiled: the unrolled GRU takes longer to compile than to train.
     with_memory = final_returns("experiment=memory_chain", "population=3", "compile=false")
     without = final_returns(
-        "experiment=memory_chain", "population=3", "compile=false", "algo.agent.recurrent=0", "algo.agent.hidden=[32]"
+        "experiment=memory_chain", "compile=false", "algo.agent.recurrent=0", "algo.agent.hidden=[32]"
     )
     assert (with_memory >= 0.95).all()
     assert (without <= 0.3).all()  # chance is 0; the best of 100 episodes a side

@@ -138,7 +138,7 @@ def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, host)
     learned = 6 * LEARNER.num_epochs * LEARNER.num_minibatches
     assert_rows_line_up(agent.rows[-learned:])  # those before are of the warm-up, from one step repeated
     assert ended > B
-    assert torch.cat(names).unique().numel() > ended  # every episode has a name of its own
+    assert torch.cat(names).unique().numel() >= ended  # every episode has a name of its own
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

@@ -25,6 +25,14 @@ def test_what_was_uploaded_stays_while_the_staging_memory_is_used_again():
         assert x["a"].data_ptr() != y["a"].data_ptr()
 
 
+def test_an_image_with_its_channels_moved_is_uploaded_as_it_lies_in_memory():
+    image = torch.randint(256, (2, 3, 5, 4), dtype=torch.uint8).movedim(1, -1)
+    port = Port(CPU)
+    for _ in range(2):
+        there = port.upload({"image": image})["image"]
+        assert torch.equal(there, image) and there.stride() == image.stride()
+
+
 def test_a_download_is_valid_until_the_next():
     port, first, second = Port(CPU), tree(), tree()
     here = port.download(first)

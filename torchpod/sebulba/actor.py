@@ -14,7 +14,7 @@ from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env, close_all
 from torchpod.interop import to_tensordict
-from torchpod.rollout import Recorder, Step
+from torchpod.rollout import Recorder, Step, contiguous
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
 from torchpod.types import ActorOutput, Carry, Tree
@@ -104,7 +104,7 @@ class Pool:
             self._phases.enter("transfer")
             timestep = self._port.upload(timestep)
         self._phases.enter("inference")
-        self.carry = Carry((), timestep, actor_state, count)
+        self.carry = contiguous(Carry((), timestep, actor_state, count))
         return self.carry, output
 
 

@@ -61,7 +61,10 @@ class Port:
         self._down: Tree = None
 
     def upload(self, tree: Tree) -> Tree:
-        """Starts a copy to the device. The last `upload` must be over: a `download` of what came after it says so."""
+        """Starts a copy to the device, of the same strides.
+
+        The last `upload` must be over: a `download` of what came after it says so.
+        """
         if self._up is None:
             self._up = self._pinned(tree)
         pytree.tree_map(Tensor.copy_, self._up, tree)
@@ -78,7 +81,7 @@ class Port:
 
     def _pinned(self, tree: Tree) -> Tree:
         pin = self._device.type == "cuda"
-        return pytree.tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, pin_memory=pin), tree)
+        return pytree.tree_map(lambda x: torch.empty_like(x, device="cpu", pin_memory=pin), tree)
 
 
 class Static:

@@ -193,8 +193,9 @@ def test_options_reach_envpool():
     check_env(env, num_envs=2)
 
 
-def test_observations_are_not_copied_and_stay_valid(monkeypatch):
-    env = EnvPool("CartPole-v1")
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5"])
+def test_observations_are_not_copied_and_stay_valid(task, monkeypatch):
+    env = EnvPool(task)
     env.init(keys(2))
     recv, given = env._pool.recv, []
 
@@ -204,7 +205,7 @@ def test_observations_are_not_copied_and_stay_valid(monkeypatch):
         return output
 
     monkeypatch.setattr(env._pool, "recv", spy)
-    held = [env.step(None, draw(2, 6, i), keys(2))[1].observation for i in range(20)]
+    held = [env.step(None, draw(2, 2, i), keys(2))[1].observation for i in range(20)]
     copies = [x.clone() for x in held]
     assert [x.data_ptr() for x in held] == given
     assert len(set(given)) == 20
