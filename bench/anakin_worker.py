@@ -21,7 +21,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench.harness import Measurement
 from torchpod.compile import Compiler
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 from torchpod.types import FIRST, LAST

@@ -26,7 +26,7 @@ from torchpod.bench import harness
 from torchpod.bench.harness import Row, RowMaker
 from torchpod.bench.sebulba_worker import measure
 from torchpod.compile import Compiler
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 

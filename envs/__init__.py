@@ -6,11 +6,11 @@ if __name__ == "envs":
 from collections.abc import Callable
 
 from torchpod.env import Env
-from torchpod.envs.cartpole import CartPole
-from torchpod.envs.catch import Catch
+from torchpod.envs.bsuite.catch import Catch
+from torchpod.envs.bsuite.memory_chain import MemoryChain
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.host import EnvPool, Gymnasium
-from torchpod.envs.memory_chain import MemoryChain
-from torchpod.envs.pendulum import Pendulum
 
 MAKERS: dict[str, Callable[..., Env]] = {
     "cartpole": CartPole,

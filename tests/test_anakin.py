@@ -6,7 +6,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, NonFiniteError, train
 from torchpod.compile import Compiler
 from torchpod.distributed import Ranks
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import LearnerConfig
 from torchpod.types import LAST
 

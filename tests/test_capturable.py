@@ -16,10 +16,10 @@ from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
-from torchpod.envs.cartpole import CartPole
-from torchpod.envs.catch import Catch
-from torchpod.envs.memory_chain import MemoryChain
-from torchpod.envs.pendulum import Pendulum
+from torchpod.envs.bsuite.catch import Catch
+from torchpod.envs.bsuite.memory_chain import MemoryChain
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
 
 

@@ -7,7 +7,7 @@ from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import evaluate
 from torchpod.rollout import make_step, start
 from torchpod.specs import Array, Discrete, EnvSpec

@@ -14,8 +14,8 @@ from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.env import TensorEnv
-from torchpod.envs.catch import Catch
-from torchpod.envs.pendulum import Pendulum
+from torchpod.envs.bsuite.catch import Catch
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.ops.returns import vtrace
 from torchpod.rollout import make_step, start, unroll

@@ -15,10 +15,10 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler, RecompilationError
 from torchpod.env import Env
-from torchpod.envs.cartpole import CartPole
-from torchpod.envs.catch import Catch
-from torchpod.envs.memory_chain import MemoryChain
-from torchpod.envs.pendulum import Pendulum
+from torchpod.envs.bsuite.catch import Catch
+from torchpod.envs.bsuite.memory_chain import MemoryChain
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
 from torchpod.types import FIRST
 

@@ -6,7 +6,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, variables_of
-from torchpod.envs.pendulum import Pendulum
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.rollout import make_step, start, unroll
 from torchpod.types import FIRST, ActorOutput
 

@@ -13,7 +13,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
 

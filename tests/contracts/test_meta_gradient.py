@@ -8,7 +8,7 @@ from torchpod.agent import bind, variables_of
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.nets import MLP
 from torchpod.types import Batch

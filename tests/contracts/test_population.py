@@ -7,7 +7,7 @@ from torch.utils import _pytree as pytree
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import LearnerConfig
 from torchpod.types import Tree
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.interop.test_tensordicts import B, T, collect
 from torchpod.algos import A2C, IMPALA, PPO
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.interop import to_tensordict
 
 PAGE = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()

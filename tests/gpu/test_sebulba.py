@@ -11,7 +11,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.bench import gpu
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 

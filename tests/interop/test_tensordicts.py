@@ -11,7 +11,7 @@ from tests.contracts.test_alignment import Names, Scribe
 from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.rollout import make_step, start, unroll
 from torchpod.types import ActorOutput, TimeStep, Trajectory

@@ -11,7 +11,7 @@ from tests.sebulba.test_sebulba import AGENTS, LEARNER, T, make, no_thread_is_le
 from torchpod.anakin import NonFiniteError
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import Gymnasium
 from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig
 

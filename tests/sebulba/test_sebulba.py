@@ -19,7 +19,7 @@ from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
-from torchpod.envs.cartpole import CartPole
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import Gymnasium
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchpod import random
-from torchpod.envs.catch import Catch
+from torchpod.envs.bsuite.catch import Catch
 from torchpod.nets import Encoder, make_torso
 from torchpod.types import FIRST, LAST, MID
 

@@ -7,7 +7,7 @@ import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from torchpod import random
-from torchpod.envs.cartpole import THETA_LIMIT, X_LIMIT, CartPole
+from torchpod.envs.classic.cartpole import THETA_LIMIT, X_LIMIT, CartPole
 from torchpod.types import FIRST, LAST
 
 KEYS = random.split(random.key(0), 1000)

@@ -7,7 +7,7 @@ import torch
 from gymnasium.envs.classic_control import PendulumEnv
 
 from torchpod import random
-from torchpod.envs.pendulum import Pendulum
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.types import FIRST, LAST
 
 KEYS = random.split(random.key(0), 1000)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from torchpod import random
-from torchpod.envs.memory_chain import MemoryChain
+from torchpod.envs.bsuite.memory_chain import MemoryChain
 from torchpod.types import FIRST, LAST, MID
 
 

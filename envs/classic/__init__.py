@@ -1,0 +1,1 @@
+"""Classic control, step for step that of Gymnasium."""
