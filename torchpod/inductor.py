@@ -32,7 +32,8 @@ def guarded_compile(fn: Callable[..., Any], name: str, limit: int) -> Callable[.
 
     The function is traced by `make_fx`, not by Dynamo, and called without Dynamo's wrappers, which took 70 of the 160
     us of a step of 4 environments: a call reads the tensors out of the arguments, checks their shapes, strides, types
-    and devices in C++, runs the program, and puts the results together. What else a function closes over is constant.
+    and devices in C++, runs the program, and puts the results together. What else a function closes over is constant,
+    tensors too.
     Calls that autograd or functorch must see through go to `torch.compile`.
     """
     programs: list[_Program] = []
@@ -110,7 +111,8 @@ class _Program:
 
 def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, list[Any], Any, Any]:
     """The graph of a function, fake inputs for it, its fake result, and their mode."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # without a ShapeEnv inductor would not use its cache
+    # Without a ShapeEnv inductor would not use its cache. Tensors that the function closes over are constants.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     leaves, spec = pytree.tree_flatten(args)
     fakes = [mode.from_tensor(x, static_shapes=True) for x in leaves if isinstance(x, Tensor)]
     result = None
@@ -137,6 +139,7 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Calla
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     graph.graph = fx_graph_cse(graph.graph)
+    _fold_constants(graph)
     _skip_cats(graph.graph)
     options = {
         "post_grad_custom_post_pass": CpuKernels(),
@@ -149,6 +152,35 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Calla
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         compiled = compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
     return getattr(compiled, "current_callable", None) or compiled  # without its 2 us of bookkeeping
+
+
+def _fold_constants(graph: torch.fx.GraphModule) -> None:
+    """What follows from tensors that the function closes over alone is computed now, on the device where it is used.
+
+    A table of an environment, `self.walls.to(action.device)`, is then there before the first call, and a CUDA graph
+    holds no copy from the host.
+    """
+    known = {node: getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")}
+    for node in list(graph.graph.nodes):
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not inputs or not all(x in known for x in inputs):
+            continue
+        args, kwargs = pytree.tree_map_only(torch.fx.Node, known.__getitem__, (node.args, node.kwargs))
+        value = cast(Any, node.target)(*args, **kwargs)
+        if not isinstance(value, Tensor) or value.numel() > max(_LARGE_TABLE, *(known[x].numel() for x in inputs)):
+            continue
+        name = f"_folded_{node.name}"
+        graph.register_buffer(name, value)
+        with graph.graph.inserting_before(node):
+            constant = graph.graph.get_attr(name)
+        constant.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(constant)
+        known[constant] = value
+    graph.graph.eliminate_dead_code()
+
+
+_LARGE_TABLE = 4096
+"""Elements up to which a constant may grow when it is folded; what is broadcast over a batch is not."""
 
 
 def _skip_cats(graph: torch.fx.Graph) -> None:

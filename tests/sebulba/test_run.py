@@ -1,5 +1,6 @@
 """Runs with loop=sebulba from the command line: what users of host environments do."""
 
+import contextlib
 import json
 import os
 import signal
@@ -181,10 +182,33 @@ def test_a_reward_that_is_no_number_is_named(capsys):
     assert list(Path("run/nan").iterdir())
 
 
-def start(*overrides):
-    """A run in a process group of its own."""
-    command = [sys.executable, "-m", "torchpod", "train", *SMALL, *overrides]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+@pytest.fixture
+def start():
+    """Starts a run in a process group of its own; none outlives its test."""
+    runs = []
+
+    def begin(*overrides):
+        command = [sys.executable, "-m", "torchpod", "train", *SMALL, *overrides]
+        runs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True))
+        return runs[-1]
+
+    yield begin
+    for pid in [pid for run in runs for pid in session_of(run)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def session_of(process):
+    """All processes of a run, its workers and their servers too."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [pid for pid in pids if session(pid) == process.pid]
+
+
+def session(pid):
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def wait_for_rows(num, process):
@@ -193,6 +217,7 @@ def wait_for_rows(num, process):
         if Path("run/metrics.jsonl").is_file() and len(Path("run/metrics.jsonl").read_text().splitlines()) >= num:
             return
         time.sleep(0.05)
+    process.kill()
     raise AssertionError(f"no {num} rows: {process.communicate()}")
 
 
@@ -208,7 +233,7 @@ def group_is_empty(process):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_run_whose_environment_is_slow_stops_within_seconds(number):
+def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
     process = start("env=corridor.py:Slow", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(36, process)
     time.sleep(2.0)  # now every thread sleeps
@@ -222,7 +247,7 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(number):
+def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
     os.killpg(process.pid, number)
@@ -233,12 +258,10 @@ def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(number):
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first of a pool", "last of a pool"])
-def test_a_worker_process_that_is_killed_ends_the_run(which):
+def test_a_worker_process_that_is_killed_ends_the_run(start, which):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
-    children = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    server = [int(line.split()[0]) for line in children.splitlines() if "multiprocessing.forkserver" in line]
-    workers = [pid for pid in server if os.getpgid(pid) == pid and parent_of(pid) in server]
+    workers = [pid for pid in session_of(process) if os.getpgid(pid) == pid and pid != process.pid]
     began = time.monotonic()
     os.kill(sorted(workers)[which], signal.SIGKILL)
     _, error = process.communicate(timeout=60)
@@ -251,10 +274,6 @@ def test_a_worker_process_that_is_killed_ends_the_run(which):
     assert not any(alive(pid) for pid in workers)
 
 
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -262,7 +281,7 @@ def alive(pid):
         return False
 
 
-def test_two_processes_do_not_share_a_run_folder(capsys):
+def test_two_processes_do_not_share_a_run_folder(start, capsys):
     process = start("env=corridor.py:Corridor", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(1, process)
     capsys.readouterr()
