@@ -11,6 +11,7 @@ from torchpod.envs.bsuite.memory_chain import MemoryChain
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.host import EnvPool, Gymnasium
+from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
 
 MAKERS: dict[str, Callable[..., Env]] = {
     "cartpole": CartPole,
@@ -18,6 +19,11 @@ MAKERS: dict[str, Callable[..., Env]] = {
     "envpool": EnvPool,
     "gymnasium": Gymnasium,
     "memory_chain": MemoryChain,
+    "minatar_asterix": Asterix,
+    "minatar_breakout": Breakout,
+    "minatar_freeway": Freeway,
+    "minatar_seaquest": Seaquest,
+    "minatar_space_invaders": SpaceInvaders,
     "pendulum": Pendulum,
 }
 
