@@ -6,16 +6,24 @@ if __name__ == "envs":
 from collections.abc import Callable
 
 from torchpod.env import Env
+from torchpod.envs.bernoulli_bandit import BernoulliBandit
 from torchpod.envs.bsuite.catch import Catch
+from torchpod.envs.bsuite.deep_sea import DeepSea
 from torchpod.envs.bsuite.memory_chain import MemoryChain
+from torchpod.envs.classic.acrobot import Acrobot
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.mountain_car import MountainCar
+from torchpod.envs.classic.mountain_car_continuous import MountainCarContinuous
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
 
 MAKERS: dict[str, Callable[..., Env]] = {
+    "acrobot": Acrobot,
+    "bernoulli_bandit": BernoulliBandit,
     "cartpole": CartPole,
     "catch": Catch,
+    "deep_sea": DeepSea,
     "envpool": EnvPool,
     "gymnasium": Gymnasium,
     "memory_chain": MemoryChain,
@@ -24,7 +32,27 @@ MAKERS: dict[str, Callable[..., Env]] = {
     "minatar_freeway": Freeway,
     "minatar_seaquest": Seaquest,
     "minatar_space_invaders": SpaceInvaders,
+    "mountain_car": MountainCar,
+    "mountain_car_continuous": MountainCarContinuous,
     "pendulum": Pendulum,
 }
 
-__all__ = ["MAKERS", "CartPole", "Catch", "EnvPool", "Gymnasium", "MemoryChain", "Pendulum"]
+__all__ = [
+    "MAKERS",
+    "Acrobot",
+    "Asterix",
+    "BernoulliBandit",
+    "Breakout",
+    "CartPole",
+    "Catch",
+    "DeepSea",
+    "EnvPool",
+    "Freeway",
+    "Gymnasium",
+    "MemoryChain",
+    "MountainCar",
+    "MountainCarContinuous",
+    "Pendulum",
+    "Seaquest",
+    "SpaceInvaders",
+]

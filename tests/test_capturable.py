@@ -17,6 +17,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
 from torchpod.envs.bsuite.catch import Catch
+from torchpod.envs.bsuite.deep_sea import DeepSea
 from torchpod.envs.bsuite.memory_chain import MemoryChain
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
@@ -82,7 +83,9 @@ def iterate(agent, env, population=1):
 
 
 @pytest.mark.parametrize("population", [1, 2])
-@pytest.mark.parametrize("env", [CartPole(), Pendulum(), Catch(), MemoryChain()], ids=lambda env: env.spec.name)
+@pytest.mark.parametrize(
+    "env", [CartPole(), Pendulum(), Catch(), MemoryChain(), DeepSea()], ids=lambda env: env.spec.name
+)
 @pytest.mark.parametrize(
     "make",
     [
