@@ -20,7 +20,21 @@ from torchpod.envs.bsuite.catch import Catch
 from torchpod.envs.bsuite.memory_chain import MemoryChain
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.envs.delayed_chain import DelayedChain
+from torchpod.envs.grids.four_rooms import FourRooms
+from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.learner import LearnerConfig
+
+ENVS = [
+    CartPole(),
+    Pendulum(),
+    Catch(),
+    MemoryChain(),
+    DelayedChain(num_distractors=3),
+    FourRooms(goal=None, start=None),
+    GridWorld("sparse"),
+    GridWorld("random_small"),
+]
 
 
 class HostData(TorchFunctionMode):
@@ -82,7 +96,7 @@ def iterate(agent, env, population=1):
 
 
 @pytest.mark.parametrize("population", [1, 2])
-@pytest.mark.parametrize("env", [CartPole(), Pendulum(), Catch(), MemoryChain()], ids=lambda env: env.spec.name)
+@pytest.mark.parametrize("env", ENVS, ids=lambda env: env.spec.name)
 @pytest.mark.parametrize(
     "make",
     [
