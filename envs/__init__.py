@@ -15,6 +15,9 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.mountain_car import MountainCar
 from torchpod.envs.classic.mountain_car_continuous import MountainCarContinuous
 from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.envs.delayed_chain import DelayedChain
+from torchpod.envs.grids.four_rooms import FourRooms
+from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
 
@@ -24,7 +27,10 @@ MAKERS: dict[str, Callable[..., Env]] = {
     "cartpole": CartPole,
     "catch": Catch,
     "deep_sea": DeepSea,
+    "delayed_chain": DelayedChain,
     "envpool": EnvPool,
+    "four_rooms": FourRooms,
+    "grid_world": GridWorld,
     "gymnasium": Gymnasium,
     "memory_chain": MemoryChain,
     "minatar_asterix": Asterix,
@@ -46,8 +52,11 @@ __all__ = [
     "CartPole",
     "Catch",
     "DeepSea",
+    "DelayedChain",
     "EnvPool",
+    "FourRooms",
     "Freeway",
+    "GridWorld",
     "Gymnasium",
     "MemoryChain",
     "MountainCar",

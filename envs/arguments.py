@@ -1,5 +1,9 @@
 """Checks of constructor arguments that the environments share."""
 
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
 
 def at_least(minimum: int, **arguments: int) -> None:
     """Raises a ValueError that names the first argument that is no integer or below `minimum`."""
@@ -13,3 +17,21 @@ def true_or_false(**arguments: bool) -> None:
     for name, value in arguments.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} is wrong; use True or False.")
+
+
+def number(name: str, value: Any, low: float = -float("inf"), high: float = float("inf")) -> float:
+    """The value as a float; a ValueError if it is no finite number from `low` to `high`."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not good or abs(value) == float("inf"):
+        wanted = f"a number from {low:g} to {high:g}" if abs(low) < float("inf") else "a finite number"
+        raise ValueError(f"{name}={value!r} is wrong; use {wanted}.")
+    return float(value)
+
+
+def one_of(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises a ValueError that lists the nearest of the known names, or all of them."""
+    known = list(known)
+    if value not in known:
+        close = difflib.get_close_matches(str(value), known, 3, 0.5)
+        hint = "did you mean " + " or ".join(close) + "?" if close else "known: " + ", ".join(known) + "."
+        raise ValueError(f"{name}={value!r} is not known; {hint}")

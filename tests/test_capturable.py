@@ -21,7 +21,28 @@ from torchpod.envs.bsuite.deep_sea import DeepSea
 from torchpod.envs.bsuite.memory_chain import MemoryChain
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.envs.delayed_chain import DelayedChain
+from torchpod.envs.grids.four_rooms import FourRooms
+from torchpod.envs.grids.grid_world import GridWorld
+from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
 from torchpod.learner import LearnerConfig
+
+ENVS = [
+    CartPole(),
+    Pendulum(),
+    Catch(),
+    MemoryChain(),
+    DeepSea(),
+    Asterix(),
+    Breakout(),
+    Freeway(),
+    Seaquest(),
+    SpaceInvaders(),
+    DelayedChain(num_distractors=3),
+    FourRooms(goal=None, start=None),
+    GridWorld("sparse"),
+    GridWorld("random_small"),
+]
 
 
 class HostData(TorchFunctionMode):
@@ -83,9 +104,7 @@ def iterate(agent, env, population=1):
 
 
 @pytest.mark.parametrize("population", [1, 2])
-@pytest.mark.parametrize(
-    "env", [CartPole(), Pendulum(), Catch(), MemoryChain(), DeepSea()], ids=lambda env: env.spec.name
-)
+@pytest.mark.parametrize("env", ENVS, ids=lambda env: env.spec.name)
 @pytest.mark.parametrize(
     "make",
     [

@@ -57,6 +57,13 @@ class TensorEnv:
         """The state at the start of an episode, one row per key `[B, 3]`."""
         raise NotImplementedError
 
+    def restart(self, state: Tree, keys: Tensor) -> Tree:
+        """The state at the start of every episode but the first.
+
+        Override it where something is kept from one episode to the next, such as a maze drawn once per environment.
+        """
+        return self.reset(keys)
+
     def transition(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, Tree, Tensor]:
         """Next state, reward `[B]` float32 (or per group) and termination `[B]` bool."""
         raise NotImplementedError
@@ -67,7 +74,10 @@ class TensorEnv:
 
     def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
         """See `Env.init`."""
-        state = self.reset(keys)
+        return self.begin(self.reset(keys), keys)
+
+    def begin(self, state: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """What `init` returns when the first episodes start in `state`."""
         size, device = keys.shape[0], keys.device
         zero = torch.zeros(size, device=device)
         count = torch.zeros(size, dtype=torch.int32, device=device)
@@ -81,9 +91,9 @@ class TensorEnv:
     def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
         """See `Env.step`."""
         inner, count, was_last = state
-        # `reset` and `transition` may use the same words: each environment keeps the outcome of only one of them.
+        # `restart` and `transition` may use the same words: each environment keeps the outcome of only one of them.
         moved, reward, terminated = self.transition(inner, action, keys)
-        inner = where(was_last, self.reset(keys), moved)
+        inner = where(was_last, self.restart(inner, keys), moved)
         count = torch.where(was_last, 0, count + 1)
         limit = self.spec.max_episode_steps
         truncated = count >= limit if limit is not None else torch.zeros_like(was_last)

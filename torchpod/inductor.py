@@ -155,31 +155,40 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Calla
 
 
 def _fold_constants(graph: torch.fx.GraphModule) -> None:
-    """What follows from tensors that the function closes over alone is computed now, on the device where it is used.
+    """What follows from `arange`, and from tensors that the function closes over, is computed now.
 
-    A table of an environment, `self.walls.to(action.device)`, is then there before the first call, and a CUDA graph
-    holds no copy from the host.
+    Tables of an environment (which bit belongs to which cell, `self.walls.to(action.device)`) are then there before the
+    first call, and a CUDA graph holds no copy from the host.
     """
-    known = {node: getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")}
-    for node in list(graph.graph.nodes):
+    nodes = graph.graph
+    known = {node: getattr(graph, str(node.target)) for node in nodes.find_nodes(op="get_attr")}
+    free = set(known)  # what costs nothing in a kernel, as it is
+    for node in list(nodes.nodes):
         inputs = node.all_input_nodes
-        if node.op != "call_function" or not inputs or not all(x in known for x in inputs):
+        if node.op != "call_function" or not all(x in known for x in inputs) or not (inputs or node.target in _ROOTS):
             continue
         args, kwargs = pytree.tree_map_only(torch.fx.Node, known.__getitem__, (node.args, node.kwargs))
         value = cast(Any, node.target)(*args, **kwargs)
-        if not isinstance(value, Tensor) or value.numel() > max(_LARGE_TABLE, *(known[x].numel() for x in inputs)):
+        if not isinstance(value, Tensor) or value.numel() > max(_LARGE_TABLE, *(known[x].numel() for x in inputs), 0):
             continue
-        name = f"_folded_{node.name}"
-        graph.register_buffer(name, value)
-        with graph.graph.inserting_before(node):
-            constant = graph.graph.get_attr(name)
-        constant.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(constant)
-        known[constant] = value
-    graph.graph.eliminate_dead_code()
+        if not inputs and value.ndim > 0 and node.target is not torch.ops.prims.iota.default:
+            continue  # zeros and the like
+        known[node] = value
+        if not inputs or (node.target in _VIEWS and all(x in free for x in inputs)):
+            free.add(node)
+    for node, value in known.items():
+        if node not in free and any(user not in known for user in node.users):
+            graph.register_buffer(f"_folded_{node.name}", value)
+            with nodes.inserting_before(node):
+                constant = nodes.get_attr(f"_folded_{node.name}")
+            constant.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(constant)
+    nodes.eliminate_dead_code()
 
 
-_LARGE_TABLE = 4096
+_ROOTS = (torch.ops.prims.iota.default, torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
+_VIEWS = (torch.ops.aten.unsqueeze.default, torch.ops.aten.view.default, torch.ops.aten.expand.default)
+_LARGE_TABLE = 16384
 """Elements up to which a constant may grow when it is folded; what is broadcast over a batch is not."""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.env import TensorEnv
+from torchpod.envs.arguments import true_or_false
 from torchpod.envs.minatar.board import SIDE, Actions, Board, rows_like
 
 PLAYER, ENEMY, TRAIL, GOLD = range(4)
@@ -55,13 +56,9 @@ class Asterix(TensorEnv):
     def __init__(
         self, max_episode_steps: int | None = 1000, minimal_actions: bool = True, ramping: bool = True
     ) -> None:
+        true_or_false(ramping=ramping)
         self._actions, self._board, self._ramping = Actions("nlurd", minimal_actions), Board(4), ramping
         self.spec = self._board.spec("minatar_asterix", self._actions, max_episode_steps)
-        # Row of the n-th free lane, for every set of free lanes: bit i for row i.
-        sets = torch.arange(2 ** (NUM_LANES + 2))[:, None]
-        rows = torch.arange(1, NUM_LANES + 1)
-        self._num_free = ((sets >> rows) & 1).sum(-1)
-        self._free_row = (1 - ((sets >> rows) & 1)).argsort(dim=-1, stable=True) + 1
 
     def reset(self, keys: Tensor) -> AsterixState:
         """An empty board, with the player in its middle."""
@@ -105,9 +102,9 @@ class Asterix(TensorEnv):
         s, words = state, random.bits(keys, 3)
         from_left, gold = words[..., 0] < 2**31, random.to_uniform(words[..., 1]) < 1 / 3
         free = torch.where(s.kind == NOTHING, 1 << rows_like(s.kind), 0).sum(-1)
-        num_free = self._num_free.to(free.device)[free]
-        nth = random.to_integer(words[..., 2], num_free).clamp(max=NUM_LANES - 1)
-        row = self._free_row.to(free.device)[free, nth]
+        free_rows, counts = _tables(free.device)
+        num_free = counts[free]
+        row = free_rows[free, random.to_integer(words[..., 2], num_free)]
         due = s.spawn_timer == 0
         chosen = (rows_like(s.kind) == row[..., None]) & (due & (num_free > 0))[..., None]
         return s._replace(
@@ -129,3 +126,10 @@ class Asterix(TensorEnv):
             ramp_index=s.ramp_index + due.int(),
             ramp_timer=torch.where(due, RAMP_INTERVAL, s.ramp_timer - active.int()),
         )
+
+
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For every set of free rows, bit i for row i: the rows of lanes, free ones first, and how many these are."""
+    rows = torch.arange(1, NUM_LANES + 1, device=device)
+    taken = 1 - (torch.arange(2 ** (NUM_LANES + 2), device=device)[:, None] >> rows) % 2
+    return taken.argsort(dim=-1, stable=True) + 1, NUM_LANES - taken.sum(-1)

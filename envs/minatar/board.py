@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from torchpod.envs.arguments import at_least, true_or_false
 from torchpod.specs import Box, Discrete, EnvSpec
 
 SIDE = 10
@@ -19,25 +20,33 @@ class Board:
 
     def __init__(self, num_channels: int) -> None:
         self.num_channels = num_channels
-        self.cells = torch.arange(SIDE * num_channels, dtype=torch.int32)
-        self.rows = torch.arange(SIDE, dtype=torch.int32)[:, None]
+
+    def cells(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Row `[10, 1]`, column `[10 * C]` and channel `[10 * C]` of the cells, int32."""
+        cell = torch.arange(SIDE * self.num_channels, dtype=torch.int32, device=device)
+        row = torch.arange(SIDE, dtype=torch.int32, device=device)[:, None]
+        return row, cell // self.num_channels, cell % self.num_channels
 
     def spec(self, name: str, actions: "Actions", max_episode_steps: int | None) -> EnvSpec:
         """Of a game."""
+        if max_episode_steps is not None:
+            at_least(1, max_episode_steps=max_episode_steps)
         board = Box((SIDE, SIDE, self.num_channels), 0.0, 1.0)
         return EnvSpec(name, board, Discrete(len(actions.letters)), max_episode_steps)
 
     def at(self, row: Tensor | int, column: Tensor, channel: int) -> Tensor:
         """Marks one cell of each board: bool `[B, 10, 10 * C]`. `row` and `column` are `[B]`."""
-        cell = (column * self.num_channels + channel).int()[..., None, None]
+        cells = torch.arange(SIDE * self.num_channels, dtype=torch.int32, device=column.device)
         row = row.int()[..., None, None] if isinstance(row, Tensor) else row
-        return (self.rows.to(column.device) == row) & (self.cells.to(column.device) == cell)
+        in_row = rows_like(column)[:, None] == row
+        return in_row & (cells == (column * self.num_channels + channel).int()[..., None, None])
 
     def in_rows(self, column: Tensor, channel: Tensor | int) -> Tensor:
         """Marks one cell of each row, `[B, 10]`; none where the column is not on the board."""
+        cells = torch.arange(SIDE * self.num_channels, dtype=torch.int32, device=column.device)
         cell = (column * self.num_channels + channel).int()
         on_board = (column >= 0) & (column < SIDE)
-        return self.cells.to(column.device) == torch.where(on_board, cell, -1)[..., None]
+        return cells == torch.where(on_board, cell, -1)[..., None]
 
     def index(self, row: Tensor, column: Tensor, channel: Tensor | int) -> Tensor:
         """Of a cell in the flattened board."""
@@ -49,7 +58,7 @@ class Board:
 
 
 def rows_like(rows: Tensor) -> Tensor:
-    """The numbers of the rows, int32 `[10]`, where `rows` `[B, 10]` is."""
+    """The numbers of the rows, int32 `[10]`, on the device of `rows`."""
     return torch.arange(SIDE, dtype=torch.int32, device=rows.device)
 
 
@@ -62,6 +71,7 @@ class Actions:
     """
 
     def __init__(self, minimal: str, only_minimal: bool) -> None:
+        true_or_false(minimal_actions=only_minimal)
         self.letters = minimal if only_minimal else ALL
 
     def sideways(self, action: Tensor) -> Tensor:

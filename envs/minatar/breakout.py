@@ -50,9 +50,6 @@ class Breakout(TensorEnv):
     def __init__(self, max_episode_steps: int | None = 1000, minimal_actions: bool = True) -> None:
         self._actions, self._board = Actions("nlr", minimal_actions), Board(4)
         self.spec = self._board.spec("minatar_breakout", self._actions, max_episode_steps)
-        place = (self._board.rows - 1) * SIDE + self._board.cells // 4
-        is_brick = (self._board.cells % 4 == BRICK) & (place >= 0) & (place < 30)
-        self._bits = torch.where(is_brick, 1 << place.clamp(0, 29), 0).int()
 
     def reset(self, keys: Tensor) -> BreakoutState:
         """The ball starts at the left or at the right of row 3, and flies down and inwards."""
@@ -87,6 +84,9 @@ class Breakout(TensorEnv):
     def observe(self, state: BreakoutState) -> Tensor:
         """The board."""
         s, board = state, self._board
-        bricks = (s.bricks.int()[..., None, None] & self._bits.to(s.row.device)) != 0
+        row, column, channel = board.cells(s.row.device)
+        in_wall = (channel == BRICK) & (row >= 1) & (row <= 3)
+        bits = torch.where(in_wall, 1 << ((row - 1) * SIDE + column).clamp(0, 29), 0).int()
+        bricks = (s.bricks.int()[..., None, None] & bits) != 0
         paddle, ball = board.at(SIDE - 1, s.paddle, PADDLE), board.at(s.row, s.column, BALL)
         return board.finish(bricks | paddle | ball | board.at(s.last_row, s.last_column, TRAIL))

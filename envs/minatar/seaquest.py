@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.env import TensorEnv
+from torchpod.envs.arguments import true_or_false
 from torchpod.envs.minatar.board import SIDE, Actions, Board
 
 FRONT, BACK, BULLET, TRAIL, ENEMY_BULLET, FISH, SUBMARINE, OXYGEN, DIVERS, DIVER = range(10)
@@ -91,6 +92,7 @@ class Seaquest(TensorEnv):
     def __init__(
         self, max_episode_steps: int | None = 1000, minimal_actions: bool = True, ramping: bool = True
     ) -> None:
+        true_or_false(ramping=ramping)
         self._actions, self._board, self._ramping = Actions("nlurdf", minimal_actions), Board(10), ramping
         self.spec = self._board.spec("minatar_seaquest", self._actions, max_episode_steps)
 
@@ -157,10 +159,9 @@ class Seaquest(TensorEnv):
             behind = things.x - things.right
             leaves_trail = (things.kind != NOTHING) & (behind >= 0) & (behind < SIDE)
             cells.append(board.index(things.row, behind, TRAIL).where(leaves_trail, front))
-        column, bottom = board.cells // 10, board.rows == SIDE - 1
-        oxygen = (bottom & (board.cells % 10 == OXYGEN)).to(front.device)
-        divers = (bottom & (board.cells % 10 == DIVERS) & (column < SIDE - 1)).to(front.device)
-        column = column.to(front.device)
+        row, column, channel = board.cells(front.device)
+        oxygen = (row == SIDE - 1) & (channel == OXYGEN)
+        divers = (row == SIDE - 1) & (channel == DIVERS) & (column < SIDE - 1)
         full = oxygen & (column < (s.oxygen.clamp(min=0) * 10 // MAX_OXYGEN)[..., None, None])
         on_board = divers & (column >= (SIDE - 1 - s.num_divers)[..., None, None])
         gauges = (full | on_board).float().flatten(-2)

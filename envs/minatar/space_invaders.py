@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchpod.env import TensorEnv
+from torchpod.envs.arguments import true_or_false
 from torchpod.envs.minatar.board import SIDE, Actions, Board, rows_like
 
 CANNON, ALIEN, ALIEN_LEFT, ALIEN_RIGHT, BULLET, ENEMY_BULLET = range(6)
@@ -52,14 +53,9 @@ class SpaceInvaders(TensorEnv):
     def __init__(
         self, max_episode_steps: int | None = 1000, minimal_actions: bool = True, ramping: bool = True
     ) -> None:
+        true_or_false(ramping=ramping)
         self._actions, self._board, self._ramping = Actions("nlrf", minimal_actions), Board(6), ramping
         self.spec = self._board.spec("minatar_space_invaders", self._actions, max_episode_steps)
-        channel, bit = self._board.cells % 6, 1 << self._board.cells // 6
-        self._alien = {
-            right: torch.where((channel == ALIEN) | (channel == facing), bit, 0)
-            for right, facing in ((True, ALIEN_RIGHT), (False, ALIEN_LEFT))
-        }
-        self._bullet, self._enemy_bullet = (torch.where(channel == c, bit, 0) for c in (BULLET, ENEMY_BULLET))
 
     def reset(self, keys: Tensor) -> SpaceInvadersState:
         """Four rows of six aliens."""
@@ -117,11 +113,14 @@ class SpaceInvaders(TensorEnv):
 
     def observe(self, state: SpaceInvadersState) -> Tensor:
         """The board."""
-        s, device = state, state.cannon.device
-        left, right = (self._alien[way].to(device) for way in (False, True))
+        s = state
+        _, column, channel = self._board.cells(s.cannon.device)
+        left, right, bullet, enemy_bullet = (
+            torch.where((channel == c) | (channel == also), 1 << column, 0)
+            for c, also in ((ALIEN, ALIEN_LEFT), (ALIEN, ALIEN_RIGHT), (BULLET, -1), (ENEMY_BULLET, -1))
+        )
         aliens = s.aliens[..., None] & torch.where((s.right > 0)[..., None, None], right, left)
-        bullets = s.bullets[..., None] & self._bullet.to(device)
-        enemy_bullets = s.enemy_bullets[..., None] & self._enemy_bullet.to(device)
+        bullets, enemy_bullets = s.bullets[..., None] & bullet, s.enemy_bullets[..., None] & enemy_bullet
         cannon = self._board.at(BOTTOM, s.cannon, CANNON)
         return self._board.finish(((aliens | bullets | enemy_bullets) != 0) | cannon)
 

@@ -121,6 +121,8 @@ def at_random(games, rng, num_actions):
 
 def chase_ball(game) -> str:
     column = min(max(game.ball_x + (1 if game.ball_dir in (1, 2) else -1), 0), 9)
+    if game.ball_y == 8 and game.brick_map.sum() % 2:
+        column = game.ball_x  # from straight below: otherwise it flies the same ways for ever
     return "r" if column > game.pos else "l" if column < game.pos else "n"
 
 
@@ -134,9 +136,12 @@ def dodge_and_collect(game) -> str:
 
 
 def shoot_and_dodge(game) -> str:
-    threatened = game.e_bullet_map[6:, game.pos].any()
-    left = game.pos > 5 or (game.pos > 0 and game.alien_dir < 0)
-    return ("l" if left else "r") if threatened else "f" if game.shot_timer == 0 else "l" if left else "r"
+    def falls(column: int) -> bool:
+        return not 0 <= column <= 9 or game.e_bullet_map[6:, column].any()
+
+    if falls(game.pos):
+        return "l" if not falls(game.pos - 1) else "r"
+    return "f" if game.shot_timer == 0 else "n"
 
 
 def go_up(game) -> str:
@@ -169,7 +174,7 @@ SKILLS = {
     [
         ("breakout", lambda game: game.brick_map.sum() == 0),
         ("asterix", lambda game: game.ramp_index > 3),
-        ("space_invaders", lambda game: game.ramp_index > 1),
+        ("space_invaders", lambda game: game.ramp_index > 0),
         ("freeway", lambda game: game.terminal),
         ("seaquest", lambda game: game.ramp_index > 2),
     ],
@@ -184,7 +189,7 @@ def test_every_step_of_good_play_equals_the_package(name, rare, seed):
         numbers = [
             game.minimal_action_set().index(game.action_map.index(a)) for game, a in zip(games, letters, strict=True)
         ]
-        return np.where(rng.random(NUM_ENVS) < 0.01, rng.integers(num_actions, size=NUM_ENVS), numbers)
+        return np.where(rng.random(NUM_ENVS) < 0.002, rng.integers(num_actions, size=NUM_ENVS), numbers)
 
     print(play(name, 2600, policy, seed), sum(moments))
     assert any(moments)
@@ -203,8 +208,9 @@ def test_every_step_of_random_play_equals_the_package(name, options, seed):
         assert seen["episodes"] > 10
 
 
-@pytest.mark.parametrize("minimal_actions", [True, False])
 @pytest.mark.parametrize("name", GAMES)
-def test_a_wrong_time_limit_is_refused(name, minimal_actions):
-    with pytest.raises(ValueError, match="max_episode_steps=0 is wrong; use an integer of at least 1, or None"):
-        MAKERS[f"minatar_{name}"](max_episode_steps=0, minimal_actions=minimal_actions)
+def test_a_wrong_argument_is_refused(name):
+    with pytest.raises(ValueError, match="max_episode_steps=0 is wrong; use an integer of at least 1"):
+        MAKERS[f"minatar_{name}"](max_episode_steps=0)
+    with pytest.raises(ValueError, match="minimal_actions=2 is wrong; use True or False"):
+        MAKERS[f"minatar_{name}"](minimal_actions=2)

@@ -1,0 +1,1 @@
+"""Grids in which an agent walks from cell to cell."""
