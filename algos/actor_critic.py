@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent
-from torchpod.nets import CELLS, CNN, Encoder, make_torso, orthogonal
+from torchpod.nets import CELLS, CNN, Encoder, ObservationNormalizer, RunningMoments, make_torso, orthogonal
 from torchpod.ops import distributions as dists
 from torchpod.specs import Box, Discrete, EnvSpec
-from torchpod.types import FIRST, ActorOutput, TimeStep, Tree
+from torchpod.types import FIRST, ActorOutput, TimeStep, Trajectory, Tree
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class ActorCriticConfig:
     """One encoder for policy and value instead of two. With a recurrent cell it is always shared."""
     initial_log_std: float = 0.0
     """Of continuous actions, in units of half the action range."""
+    normalize_observation: bool = False
+    """Bring observations to mean 0 and variance 1, by all that was seen so far."""
+    normalize_reward: bool = False
+    """Divide rewards by the standard deviation of the discounted returns so far, as Engstrom et al. 2020
+    (https://arxiv.org/abs/2005.12729) find in PPO's code."""
     reward_scale: float = 1.0
     """Multiplies rewards before they are learned from (not those that are reported)."""
     reward_clip: float = math.inf
@@ -68,6 +74,8 @@ class ActorCritic(Agent):
             )
         if config.cell not in CELLS:
             raise ValueError(f"cell={config.cell} is not known; use {' or '.join(CELLS)}.")
+        self.normalizer = ObservationNormalizer(spec.observation) if config.normalize_observation else None
+        self.return_moments = RunningMoments(()) if config.normalize_reward else None
         make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, _torso(config))
         self.encoder = make()
         self.value_encoder = None if config.shared or self.recurrent else make()
@@ -82,12 +90,14 @@ class ActorCritic(Agent):
         self.value = orthogonal(nn.Linear(features, 1), 1.0)
 
     def initial_state(self, batch_size: int) -> Tree:
-        """Zeros `[B, state_size of the cell]`, or nothing."""
-        return () if self.cell is None else torch.zeros(batch_size, self.cell.state_size)
+        """Zeros `[B, state_size of the cell]`, or nothing; and, if rewards are normalised, the return so far `[B]`."""
+        state = () if self.cell is None else torch.zeros(batch_size, self.cell.state_size)
+        return state if self.return_moments is None else {"cell": state, "return": torch.zeros(batch_size)}
 
     def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
         """See `Agent.act`."""
-        policy, value, state = self._step(timestep.observation, timestep.step_type == FIRST, state)
+        first = timestep.step_type == FIRST
+        policy, value, cell = self._step(timestep.observation, first, state)
         if isinstance(self.action_spec, Discrete):
             action = random.categorical(keys, policy) if explore else policy.argmax(-1)
         else:
@@ -96,14 +106,36 @@ class ActorCritic(Agent):
             center, scale = self._range()
             action = (center + scale * raw).reshape(*raw.shape[:-1], *self.action_spec.shape)
         log_prob, _ = self._log_prob(policy, action)
-        return ActorOutput(action, {"action_log_prob": log_prob, "state_value": value}), state
+        extras = {"action_log_prob": log_prob, "state_value": value}
+        if self.return_moments is None:
+            return ActorOutput(action, extras), cell
+        # Discounted backwards in time: its spread is that of the returns, and it is known at once.
+        total = torch.where(first, 0.0, state["return"] * self.discount) + timestep.reward
+        return ActorOutput(action, extras | {"discounted_return": total}), {"cell": cell, "return": total}
+
+    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor]:
+        """See `Agent.statistics`."""
+        seen = {}
+        if self.normalizer is not None:
+            observation = pytree.tree_map(lambda x: x[:-1], trajectory.timestep.observation)
+            seen |= {f"normalizer.{name}": x for name, x in self.normalizer.seen(observation).items()}
+        if self.return_moments is not None:
+            seen["return_moments"] = trajectory.output.extras["discounted_return"]
+        return seen
+
+    def _cell_state(self, state: Tree) -> Tree:
+        """That of the recurrent cell, of an agent's state."""
+        return state if self.return_moments is None else state["cell"]
 
     def _reward(self, reward: Tensor) -> Tensor:
         """What is learned from, of what the environment gave."""
+        if self.return_moments is not None:
+            reward = reward / self.return_moments.std
         return (reward * self.reward_scale).clamp(-self.reward_clip, self.reward_clip)
 
     def _step(self, observation: Tree, first: Tensor, state: Tree) -> tuple[Tensor, Tensor, Tree]:
         """Policy output `[B, A]`, value `[B]` and next recurrent state, for one step."""
+        state, observation = self._cell_state(state), self._normalized(observation)
         features = self.encoder(observation)
         if self.cell is not None:
             state = self.cell.step(self.cell.input(features), torch.where(first[..., None], 0.0, state))
@@ -112,6 +144,7 @@ class ActorCritic(Agent):
 
     def _sequence(self, observation: Tree, first: Tensor, state: Tree) -> tuple[Tensor, Tensor]:
         """Policy output `[..., A]` and value `[...]` of rows, or of sequences `[T, B, ...]` if recurrent."""
+        state, observation = self._cell_state(state) if self.recurrent else (), self._normalized(observation)
         features = self.encoder(observation)
         if self.cell is not None:
             gates, hidden = self.cell.input(features), []
@@ -120,6 +153,9 @@ class ActorCritic(Agent):
                 hidden.append(self.cell.output(state))
             features = torch.stack(hidden)
         return self._heads(features, observation)
+
+    def _normalized(self, observation: Tree) -> Tree:
+        return observation if self.normalizer is None else self.normalizer(observation)
 
     def _heads(self, features: Tensor, observation: Tree) -> tuple[Tensor, Tensor]:
         value_features = features if self.value_encoder is None else self.value_encoder(observation)

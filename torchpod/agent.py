@@ -73,6 +73,14 @@ class Agent(nn.Module):
         """
         raise NotImplementedError
 
+    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor]:
+        """What the agent keeps running moments of: `{name of a RunningMoments module: [..., *its shape]}`.
+
+        The learner adds this to their buffers after each update, over all ranks (`torchpod.nets.RunningMoments`).
+        """
+        del trajectory
+        return {}
+
     def optimizer_groups(self) -> dict[str, tuple[str, ...]]:
         """Parameter-name prefixes per loss: `{"policy": ("actor.",), "value": ("critic.",)}`.
 

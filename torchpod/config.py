@@ -316,15 +316,19 @@ def _check_override(override: str, base: Sequence[str]) -> None:
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif key.removeprefix("loop.") in _SEBULBA and key not in base:
         raise ConfigError(f"{key} is a setting of the other loop; add loop=sebulba.")
-    elif not override.startswith("+") and key.startswith("env.") and key not in base and _takes_more(base):
+    elif not override.startswith("+") and key.startswith("env.") and key not in base and _takes_more(key, base):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif not override.startswith("+") and key not in base:
         raise ConfigError(f"{key} is no setting; {nearest(key, base)}")
 
 
-def _takes_more(base: Sequence[str]) -> bool:
+def _takes_more(key: str, base: Sequence[str]) -> bool:
     """Whether the environment is a class of the user's, or has options that are the library's."""
-    return "env.task" in base or not any(key.startswith("env.") and key != "env.name" for key in base)
+    return (
+        key == "env.transforms"
+        or "env.task" in base
+        or not any(key.startswith("env.") and key != "env.name" for key in base)
+    )
 
 
 def _keys(tree: Any, prefix: str = "") -> list[str]:

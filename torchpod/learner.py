@@ -18,6 +18,8 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks, SplitError
+from torchpod.nets import RunningMoments
+from torchpod.ops.moments import Moments, merge, sums_about
 from torchpod.trees import paths, reader, writer
 from torchpod.types import Batch, Trajectory
 
@@ -93,6 +95,9 @@ class Learner:
         self._standardise = compiler(self._standardise_one)
         self._gradient = compiler(self._gradient_one)
         self._apply = compiler(self._apply_one)
+        self._has_statistics = any(isinstance(module, RunningMoments) for module in agent.modules())
+        self._observe = compiler(self._observe_one)
+        self._absorb = compiler(self._absorb_one)
         self._gradient_eager = self._gradient_first if self._axis == 0 else torch.vmap(self._gradient_first)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
         self._flat_shape: torch.Size | None = None
@@ -152,6 +157,9 @@ class Learner:
                 with span("apply"):
                     state, metrics = self._apply(state, total)
                 totals.append(metrics)
+        if self._has_statistics:
+            sums = self._observe(state.params, buffers, trajectory)
+            state = self._absorb(state, {name: self.ranks.sum(x) for name, x in sums.items()})
         return state, pytree.tree_map(lambda *xs: torch.stack(xs, -1).mean(-1), *totals)
 
     def _remaining(self, num_steps: Tensor) -> Tensor:
@@ -343,6 +351,20 @@ class Learner:
         new = state._replace(params=params, mu=mu, nu=nu, targets=targets, num_steps=step)
         kept = pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, state)
         return kept._replace(healthy=healthy), metrics
+
+    def _observe_one(self, params: Variables, buffers: Variables, trajectory: Trajectory) -> dict[str, Tensor]:
+        """Sums for the running statistics, of this rank's trajectory."""
+        seen = bind(self.agent, params | buffers)("statistics", trajectory)
+        return {name: sums_about(buffers[f"{name}.mean"], x) for name, x in seen.items()}
+
+    def _absorb_one(self, state: LearnerState, sums: dict[str, Tensor]) -> LearnerState:
+        """Adds them to the statistics, unless a gradient was not finite: then what was seen may not be either."""
+        buffers = dict(state.buffers)
+        for name, x in sums.items():
+            new = merge(Moments(*(buffers[f"{name}.{field}"] for field in Moments._fields)), x)
+            for field, value in new._asdict().items():
+                buffers[f"{name}.{field}"] = torch.where(state.healthy, value, buffers[f"{name}.{field}"])
+        return state._replace(buffers=buffers)
 
 
 def _resolve_groups(agent: Agent) -> dict[str, list[str]]:

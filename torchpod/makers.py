@@ -11,13 +11,49 @@ from typing import Any
 from torchpod import algos, envs
 from torchpod.agent import Agent
 from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, nearest
-from torchpod.env import Env
+from torchpod.env import Env, close_all
+from torchpod.envs.transforms import TRANSFORMS
 from torchpod.specs import EnvSpec
 
 
 def make_env(config: Mapping[str, Any] | str) -> Env:
-    """Builds an environment: `make_env("cartpole")`, `make_env({"name": "path/to/my_env.py:MyEnv", ...})`."""
-    config = {"name": config} if isinstance(config, str) else config
+    """Builds an environment: `make_env("cartpole")`, `make_env({"name": "path/to/my_env.py:MyEnv", ...})`.
+
+    `transforms`, a list, names what is put around it, the innermost first: see envs/transforms.py.
+    """
+    config = {"name": config} if isinstance(config, str) else dict(config)
+    chain = config.pop("transforms", [])
+    env = _make_bare(config)
+    try:
+        for i, entry in enumerate(chain):
+            env = _transformed(env, entry, f"env.transforms[{i}]")
+    except BaseException:
+        close_all([env])
+        raise
+    return env
+
+
+def _transformed(env: Env, entry: Any, where: str) -> Env:
+    """The environment in a transform: `frame_stack`, or `{name: frame_stack, num: 4}`."""
+    entry = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = entry.pop("name", None)
+    if name not in TRANSFORMS:
+        raise ConfigError(f"{where}={name} is not known; {nearest(str(name), TRANSFORMS)}")
+    parameters = dict(inspect.signature(TRANSFORMS[name]).parameters)
+    del parameters["env"]
+    for argument in entry:
+        if argument not in parameters:
+            raise ConfigError(f"{where}={name} takes no argument {argument}; {nearest(argument, parameters)}")
+    for argument, parameter in parameters.items():
+        if parameter.default is parameter.empty and argument not in entry:
+            raise ConfigError(f"{where}={name} needs {argument}, e.g. {{name: {name}, {argument}: 100}}.")
+    try:
+        return TRANSFORMS[name](env, **entry)
+    except ValueError as error:
+        raise ConfigError(f"{where}={name}: {error}") from error
+
+
+def _make_bare(config: dict[str, Any]) -> Env:
     if config["name"].startswith(OBJECT):
         raise ConfigError(
             f"env={config['name']} was a Python object; hand it over again, e.g. train(env=..., resume=RUN)."

@@ -130,6 +130,17 @@ class EnvPool:
         """Lets go of the pool, which ends its threads."""
         self._pool, self._sent = None, False
 
+    def limited(self, max_episode_steps: int) -> "EnvPool":
+        """See `torchpod.envs.transforms.time_limit`."""
+        return EnvPool(self.spec.name, **{**self._options, "max_episode_steps": max_episode_steps})
+
+    def repeated(self, num: int) -> "EnvPool":
+        """See `torchpod.envs.transforms.action_repeat`: `frame_skip` where EnvPool has it, times `num`."""
+        config = _envpool().make_spec(self.spec.name, **self._options).config
+        if "frame_skip" not in config._fields:
+            raise ValueError(f"{self.spec.name} has no frame_skip in EnvPool, so that its actions cannot be repeated.")
+        return EnvPool(self.spec.name, **{**self._options, "frame_skip": num * config.frame_skip})
+
     def _timestep(self, observation: Any, *outcome: Any) -> TimeStep:
         timestep, self._was_last = host_timestep(self._observation(observation), self._was_last, *outcome)
         return timestep

@@ -1,6 +1,7 @@
 """Gymnasium environments as host environments: any registered id, and classes or factories of one's own."""
 
 import contextlib
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -141,10 +142,44 @@ class Gymnasium:
                 process.join(_LAST_STEP_S)
             envs.closed = True
 
+    def limited(self, max_episode_steps: int) -> "Gymnasium":
+        """See `torchpod.envs.transforms.time_limit`."""
+        from gymnasium.wrappers import TimeLimit
+
+        return self._wrapped(lambda env: TimeLimit(env, max_episode_steps), max_episode_steps)
+
+    def repeated(self, num: int) -> "Gymnasium":
+        """See `torchpod.envs.transforms.action_repeat`."""
+        limit = self.spec.max_episode_steps
+        return self._wrapped(lambda env: _repeating(env, num), None if limit is None else -(-limit // num))
+
+    def _wrapped(self, wrap: Callable[[Any], Any], limit: int | None) -> "Gymnasium":
+        make = self._make
+        new = Gymnasium(lambda: wrap(make()), processes=self._processes)
+        new.spec = dataclasses.replace(self.spec, max_episode_steps=limit)
+        return new
+
     def _timestep(self, observation: Any, *outcome: np.ndarray) -> TimeStep:
         tensors = to_tensors(observation, self.spec.observation)
         timestep, self._was_last = host_timestep(tensors, self._was_last, *outcome)
         return timestep
+
+
+def _repeating(env: Any, num: int) -> Any:
+    """Takes each action `num` times, or until the episode ends; rewards add up."""
+    import gymnasium
+
+    class Repeating(gymnasium.Wrapper):
+        def step(self, action: Any) -> Any:
+            observation, total, terminated, truncated, info = self.env.step(action)
+            for _ in range(num - 1):
+                if terminated or truncated:
+                    break
+                observation, reward, terminated, truncated, info = self.env.step(action)
+                total = float(total) + float(reward)
+            return observation, total, terminated, truncated, info
+
+    return Repeating(env)
 
 
 def _in_worker(make: Callable[[], Any]) -> Any:

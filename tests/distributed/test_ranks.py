@@ -50,7 +50,8 @@ def our_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("torchpod:")]
 
 
-MLP = ("experiment=cartpole", "env.max_episode_steps=30")
+NORMALISED = ("algo.agent.normalize_observation=true", "algo.agent.normalize_reward=true")
+MLP = ("experiment=cartpole", "env.max_episode_steps=30", *NORMALISED)
 GRU = ("experiment=memory_chain", "env.memory_length=5", "algo.agent.recurrent=8")
 
 

@@ -32,7 +32,9 @@ LOCKSTEP = SebulbaConfig(num_actor_threads=1, lag=0)
 AGENTS = {
     "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(8,))),
     "impala": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,))),
-    "gru": lambda spec: PPO(spec, PPOConfig(hidden=(8,), recurrent=6)),
+    "gru": lambda spec: PPO(
+        spec, PPOConfig(hidden=(8,), recurrent=6, normalize_reward=True, normalize_observation=True)
+    ),
 }
 
 

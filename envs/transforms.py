@@ -1,0 +1,322 @@
+"""Transforms: environments around an environment, tensor or host, that change what goes in or comes out.
+
+A transform writes `start`, `before` and `after`; what it must remember of an episode is a tensor tree of its own, in
+the state of a tensor environment, on itself around a host environment. They can be nested in any order.
+Normalisation is not here: its statistics belong to the learner (`normalize_observation` and `normalize_reward` of the
+agents).
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.env import Env, TensorEnv, where
+from torchpod.envs.arguments import at_least, number
+from torchpod.specs import Array, Box, Discrete, SpecTree
+from torchpod.types import FIRST, MID, TimeStep, Tree
+
+_STICKY = 0x57C1
+"""Folded into the keys of a step, for draws that are not the environment's."""
+
+
+class Transform:
+    """Base: the environment as it is. Overrides get and return tensors `[B, ...]` and are pure.
+
+    Args:
+      env: a tensor environment, a host environment, or a transform of one.
+    """
+
+    def __init__(self, env: Env) -> None:
+        self.env, self.spec, self.traits = env, env.spec, env.traits
+        self._own: Tree = ()
+
+    def start(self, timestep: TimeStep) -> tuple[Tree, TimeStep]:
+        """What to remember, and what to show, of the first timestep."""
+        return (), self.show(timestep)
+
+    def before(self, own: Tree, action: Tree, keys: Tensor) -> tuple[Tree, Tree]:
+        """What to remember, and the action that the environment gets."""
+        return own, action
+
+    def after(self, own: Tree, timestep: TimeStep) -> tuple[Tree, TimeStep]:
+        """What to remember, and what to show, of a timestep."""
+        return own, self.show(timestep)
+
+    def show(self, timestep: TimeStep) -> TimeStep:
+        """For transforms that remember nothing."""
+        return timestep
+
+    def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """See `Env.init`."""
+        inner, timestep = self.env.init(keys)
+        own, timestep = self.start(timestep)
+        return self._keep(inner, own), timestep
+
+    def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """See `Env.step`."""
+        inner, own = state if self.traits.pure else (None, self._own)
+        own, action = self.before(own, action, keys)
+        inner, timestep = self.env.step(inner, action, keys)
+        own, timestep = self.after(own, timestep)
+        return self._keep(inner, own), timestep
+
+    def close(self) -> None:
+        """Closes the environment, if it can be closed."""
+        getattr(self.env, "close", lambda: None)()
+
+    def limited(self, max_episode_steps: int) -> "Transform":
+        """See `time_limit`."""
+        new = copy.copy(self)
+        new.env = time_limit(self.env, max_episode_steps)
+        new.spec = dataclasses.replace(self.spec, max_episode_steps=new.env.spec.max_episode_steps)
+        return new
+
+    def _keep(self, inner: Tree, own: Tree) -> Tree:
+        if self.traits.pure:
+            return inner, own
+        self._own = own
+        return None
+
+
+class FrameStack(Transform):
+    """Shows the last observations side by side, the newest last, along their last axis: `[F]` becomes `[num * F]`.
+
+    Images `[H, W, C]` become `[H, W, num * C]`. At the start of an episode all are its first. Mnih et al. 2015
+    (https://doi.org/10.1038/nature14236). An `action_mask` stays as it is.
+    """
+
+    def __init__(self, env: Env, num: int = 4) -> None:
+        at_least(1, num=num)
+        super().__init__(env)
+        self.num = num
+        self.spec = dataclasses.replace(env.spec, observation=_map_spec(self._widened, env.spec.observation))
+
+    def start(self, timestep: TimeStep) -> tuple[Tree, TimeStep]:
+        """All are the first."""
+        own = self._each(lambda x: torch.cat([x] * self.num, -1), timestep.observation)
+        return own, timestep._replace(observation=own)
+
+    def after(self, own: Tree, timestep: TimeStep) -> tuple[Tree, TimeStep]:
+        """The oldest leaves, the newest comes last."""
+        first = timestep.step_type == FIRST
+        shifted = self._each(lambda x, old: torch.cat([old[..., x.shape[-1] :], x], -1), timestep.observation, own)
+        fresh = self._each(lambda x: torch.cat([x] * self.num, -1), timestep.observation)
+        own = where(first, fresh, shifted)
+        return own, timestep._replace(observation=own)
+
+    def _widened(self, spec: Any) -> Any:
+        if isinstance(spec, Discrete) or not spec.shape:
+            raise ValueError(f"frame_stack needs observations with an axis, and {self.env.spec.name} has {spec}.")
+        return dataclasses.replace(spec, shape=(*spec.shape[:-1], self.num * spec.shape[-1]))
+
+    @staticmethod
+    def _each(fn: Callable[..., Tensor], observation: Tree, *others: Tree) -> Tree:
+        if not isinstance(observation, dict):
+            return fn(observation, *others)
+        return {
+            k: x if k == "action_mask" else FrameStack._each(fn, x, *(o[k] for o in others))
+            for k, x in observation.items()
+        }
+
+
+class StickyAction(Transform):
+    """With some probability an action is the last one again, but for the first of an episode.
+
+    Machado et al. 2018, "Revisiting the Arcade Learning Environment" (https://arxiv.org/abs/1709.06009), section 5.2.
+    """
+
+    def __init__(self, env: Env, probability: float = 0.25) -> None:
+        super().__init__(env)
+        self.probability = number("probability", probability, 0.0, 1.0)
+
+    def start(self, timestep: TimeStep) -> tuple[Tree, TimeStep]:
+        """Nothing to repeat yet."""
+        size, device = timestep.step_type.shape[0], timestep.step_type.device
+        action = _zeros(self.spec.action, size, device)
+        return (action, torch.ones(size, dtype=torch.bool, device=device)), timestep
+
+    def before(self, own: Tree, action: Tree, keys: Tensor) -> tuple[Tree, Tree]:
+        """The action that is taken is the one to be repeated next."""
+        last, fresh = own
+        sticks = (random.uniform(random.fold_in(keys, _STICKY), 1)[:, 0] < self.probability) & ~fresh
+        action = where(sticks, last, action)
+        return (action, fresh), action
+
+    def after(self, own: Tree, timestep: TimeStep) -> tuple[Tree, TimeStep]:
+        """After a reset there is nothing to repeat."""
+        return (own[0], timestep.step_type == FIRST), timestep
+
+
+class RewardClip(Transform):
+    """Clips rewards to [low, high]; `extras["raw_reward"]` stays what the environment gave."""
+
+    def __init__(self, env: Env, low: float = -1.0, high: float = 1.0) -> None:
+        super().__init__(env)
+        self.low = number("low", low)
+        self.high = number("high", high, self.low)
+
+    def show(self, timestep: TimeStep) -> TimeStep:
+        """Clips."""
+        return timestep._replace(reward=pytree.tree_map(lambda r: r.clamp(self.low, self.high), timestep.reward))
+
+
+class Flatten(Transform):
+    """One float32 vector of all that is observed, in the order of the names; bytes are scaled to [0, 1].
+
+    An `action_mask` stays beside it: then the observation is `{"observation": ..., "action_mask": ...}`.
+    """
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        spec = env.spec.observation
+        size = sum(math.prod(leaf.shape) for _, leaf in _entries(spec))
+        flat: SpecTree = Array((size,))
+        if isinstance(spec, dict) and "action_mask" in spec:
+            flat = {"observation": flat, "action_mask": spec["action_mask"]}
+        self.spec = dataclasses.replace(env.spec, observation=flat)
+
+    def show(self, timestep: TimeStep) -> TimeStep:
+        """Flattens."""
+        columns = []
+        for _, x in _entries(timestep.observation):
+            scaled = x.float() / 255 if x.dtype == torch.uint8 else x.float()
+            columns.append(scaled.reshape(x.shape[0], -1))
+        flat: Tree = torch.cat(columns, -1)
+        if isinstance(self.spec.observation, dict):
+            flat = {"observation": flat, "action_mask": timestep.observation["action_mask"]}
+        return timestep._replace(observation=flat)
+
+
+class OneHot(Transform):
+    """Observed integers (`Discrete`) become float32 vectors of a single 1."""
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        if not any(isinstance(leaf, Discrete) for _, leaf in _entries(env.spec.observation)):
+            raise ValueError(f"one_hot needs a Discrete observation, and {env.spec.name} has {env.spec.observation}.")
+        self.spec = dataclasses.replace(env.spec, observation=_map_spec(_one_hot_spec, env.spec.observation))
+
+    def show(self, timestep: TimeStep) -> TimeStep:
+        """Encodes."""
+
+        def encode(spec: SpecTree, x: Tree) -> Tree:
+            if isinstance(spec, dict):
+                return {k: encode(s, x[k]) for k, s in spec.items()}
+            if not isinstance(spec, Discrete):
+                return x
+            return (x[..., None] == torch.arange(spec.num_values, device=x.device)).float()
+
+        return timestep._replace(observation=encode(self.env.spec.observation, timestep.observation))
+
+
+class ActionRepeat(Transform):
+    """Takes each action several times; rewards add up, and it stops where the episode ends.
+
+    For tensor environments; `action_repeat` asks others to do it themselves. `max_episode_steps` counts decisions.
+    """
+
+    def __init__(self, env: Env, num: int = 4) -> None:
+        at_least(1, num=num)
+        super().__init__(env)
+        self.num = num
+        limit = env.spec.max_episode_steps
+        self.spec = dataclasses.replace(env.spec, max_episode_steps=None if limit is None else -(-limit // num))
+
+    def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """See `Env.step`."""
+        inner, own = state
+        inner, timestep = self.env.step(inner, action, keys)
+        for i in range(1, self.num):
+            goes_on = timestep.step_type == MID  # neither the end, nor the reset after one
+            moved, new = self.env.step(inner, action, random.fold_in(keys, i))
+
+            def add(a: Tensor, b: Tensor) -> Tensor:
+                return a + b
+
+            total = new._replace(
+                reward=pytree.tree_map(add, timestep.reward, new.reward),
+                extras=new.extras
+                | {"raw_reward": pytree.tree_map(add, timestep.extras["raw_reward"], new.extras["raw_reward"])},
+            )
+            inner, timestep = where(goes_on, moved, inner), where(goes_on, total, timestep)
+        return (inner, own), timestep
+
+    def limited(self, max_episode_steps: int) -> Transform:
+        """See `time_limit`."""
+        return ActionRepeat(time_limit(self.env, max_episode_steps * self.num), self.num)
+
+
+def time_limit(env: Env, max_episode_steps: int) -> Env:
+    """The environment with episodes truncated after so many steps, or earlier if it has a shorter limit.
+
+    Raises:
+      ValueError: for an environment that has no way to do so.
+    """
+    at_least(1, max_episode_steps=max_episode_steps)
+    if env.spec.max_episode_steps is not None and env.spec.max_episode_steps <= max_episode_steps:
+        return env
+    if isinstance(env, TensorEnv):
+        new = copy.copy(env)
+        new.spec = dataclasses.replace(env.spec, max_episode_steps=max_episode_steps)
+        return new
+    if not hasattr(env, "limited"):
+        raise ValueError(f"time_limit cannot shorten {env.spec.name}; give it a limit of its own.")
+    return env.limited(max_episode_steps)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def action_repeat(env: Env, num: int = 4) -> Env:
+    """`ActionRepeat` for tensor environments; EnvPool and Gymnasium repeat in the environments themselves.
+
+    Raises:
+      ValueError: for a host environment that cannot.
+    """
+    at_least(1, num=num)
+    if env.traits.pure:
+        return ActionRepeat(env, num)
+    if not hasattr(env, "repeated"):
+        raise ValueError(
+            f"action_repeat cannot hold single environments of {env.spec.name} back; put it first in `transforms`, "
+            "or let the environment repeat actions itself."
+        )
+    return env.repeated(num)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+TRANSFORMS: dict[str, Callable[..., Env]] = {
+    "action_repeat": action_repeat,
+    "flatten": Flatten,
+    "frame_stack": FrameStack,
+    "one_hot": OneHot,
+    "reward_clip": RewardClip,
+    "sticky_action": StickyAction,
+    "time_limit": time_limit,
+}
+
+
+def _map_spec(fn: Callable[[Any], Any], spec: SpecTree) -> SpecTree:
+    if not isinstance(spec, dict):
+        return fn(spec)
+    return {k: s if k == "action_mask" else _map_spec(fn, s) for k, s in spec.items()}
+
+
+def _one_hot_spec(spec: Any) -> Any:
+    return Box((spec.num_values,), 0.0, 1.0) if isinstance(spec, Discrete) else spec
+
+
+def _entries(tree: Tree, name: str = "") -> list[tuple[str, Any]]:
+    """Leaves of an observation or its spec in the order of their names, without masks."""
+    if not isinstance(tree, dict):
+        return [(name, tree)]
+    return [entry for k in sorted(tree) if k != "action_mask" for entry in _entries(tree[k], k)]
+
+
+def _zeros(spec: SpecTree, size: int, device: torch.device) -> Tree:
+    if isinstance(spec, dict):
+        return {k: _zeros(s, size, device) for k, s in spec.items()}
+    return torch.zeros((size, *spec.shape), dtype=spec.dtype, device=device)

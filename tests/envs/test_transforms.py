@@ -1,0 +1,232 @@
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.config import ConfigError
+from torchpod.env import HostEnv, TensorEnv
+from torchpod.envs import CartPole, Catch
+from torchpod.envs.transforms import (
+    TRANSFORMS,
+    ActionRepeat,
+    Flatten,
+    FrameStack,
+    OneHot,
+    RewardClip,
+    StickyAction,
+    action_repeat,
+    time_limit,
+)
+from torchpod.makers import make_env
+from torchpod.specs import Array, Box, Discrete, EnvSpec
+from torchpod.testing import check_env
+from torchpod.types import FIRST, LAST, MID
+
+B = 6
+
+
+class Diary(TensorEnv):
+    """Shows the number of the step, the last action and a mask; rewards 2 * action; ends with probability 0.1."""
+
+    def __init__(self):
+        observation = {"step": Discrete(30), "action": Array((2,)), "action_mask": Array((5,), torch.bool)}
+        self.spec = EnvSpec("diary", observation, Discrete(5), max_episode_steps=20)
+
+    def reset(self, keys):
+        return torch.zeros(keys.shape[0], 2, dtype=torch.int64, device=keys.device)
+
+    def transition(self, state, action, keys):
+        state = torch.stack([state[:, 0] + 1, action], -1)
+        return state, 2 * action.float(), random.uniform(keys, 2)[:, 1] < 0.1
+
+    def observe(self, state):
+        mask = torch.ones(state.shape[0], 5, dtype=torch.bool, device=state.device)
+        return {"step": state[:, 0], "action": state.float(), "action_mask": mask}
+
+
+def play(env, num_steps, seed):
+    keys = random.split(random.key(seed), B)
+    state, timestep = env.init(random.at(keys, 0))
+    seen, actions = [timestep], []
+    for step in range(1, num_steps + 1):
+        actions.append(random.to_integer(random.bits(random.at(random.fold_in(keys, 9), step), 1)[:, 0], 5))
+        state, timestep = env.step(state, actions[-1], random.at(keys, step))
+        seen.append(timestep)
+    return seen, actions
+
+
+def chain(env):
+    return RewardClip(FrameStack(Flatten(OneHot(StickyAction(action_repeat(env, 2), 0.5))), 3), -1.0, 1.0)
+
+
+MAKERS = {
+    "sticky_action": lambda env: StickyAction(env, 0.5),
+    "frame_stack": lambda env: FrameStack(OneHot(env), 3),
+    "reward_clip": lambda env: RewardClip(env, -1.0, 3.0),
+    "flatten": Flatten,
+    "one_hot": OneHot,
+    "action_repeat": lambda env: ActionRepeat(env, 3),
+    "time_limit": lambda env: time_limit(env, 7),
+    "all": chain,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_transform_keeps_the_contract(name):
+    check_env(MAKERS[name](Diary()))
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in ("action_repeat", "time_limit", "all")])
+def test_around_a_host_environment_it_does_the_same(name, seed):
+    inside, outside = (
+        play(env, 60, seed)[0] for env in (HostEnv(MAKERS[name](Diary())), MAKERS[name](HostEnv(Diary())))
+    )
+    pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), inside, outside)
+
+
+def test_frames_are_those_of_the_last_steps_and_never_of_another_episode(seed):
+    plain, stacked = play(CartPole(), 60, seed)[0], play(FrameStack(CartPole(), 3), 60, seed)[0]
+    frames = [[] for _ in range(B)]
+    for one, many in zip(plain, stacked, strict=True):
+        for i in range(B):
+            row = one.observation[i].numpy()
+            frames[i] = [row] * 3 if one.step_type[i] == FIRST else [*frames[i][1:], row]
+            np.testing.assert_array_equal(many.observation[i].numpy(), np.concatenate(frames[i]))
+    assert sum(int((t.step_type == FIRST).sum()) for t in plain) > 2 * B
+
+
+def test_frames_of_images_are_side_by_side_in_the_channels():
+    env = FrameStack(Catch(), 4)
+    assert env.spec.observation == Box((10, 5, 4), 0.0, 1.0)
+    seen, _ = play(env, 3, 0)
+    rows = seen[3].observation.amax((0, 2))[:-1].argmax(0)  # of the ball, oldest frame first
+    assert rows.tolist() == [0, 1, 2, 3]
+
+
+def test_an_action_sticks_as_often_as_it_should_and_never_at_the_start(seed):
+    stuck, free = 0, 0
+    seen, actions = play(StickyAction(Diary(), 0.3), 1000, seed)
+    taken = [t.observation["action"][:, 1].long() for t in seen]
+    for t in range(1, len(seen)):
+        for i in range(B):
+            if seen[t].step_type[i] == FIRST:
+                continue
+            chosen, got = int(actions[t - 1][i]), int(taken[t][i])
+            if seen[t - 1].step_type[i] == FIRST:
+                assert got == chosen
+            elif chosen != (before := int(taken[t - 1][i])):
+                assert got in (chosen, before)
+                stuck, free = stuck + (got == before), free + (got == chosen)
+    assert abs(stuck / (stuck + free) - 0.3) < 0.05
+
+
+def test_clipped_rewards_leave_the_raw_ones(seed):
+    seen, _ = play(RewardClip(Diary(), -1.0, 3.0), 40, seed)
+    raw = torch.stack([t.extras["raw_reward"] for t in seen])
+    assert raw.max() == 8
+    assert torch.equal(torch.stack([t.reward for t in seen]), raw.clamp(max=3.0))
+
+
+def test_a_flat_observation_holds_everything_but_the_mask(seed):
+    env = Flatten(OneHot(Diary()))
+    assert env.spec.observation == {"observation": Array((32,)), "action_mask": Array((5,), torch.bool)}
+    for plain, flat in zip(play(Diary(), 30, seed)[0], play(env, 30, seed)[0], strict=True):
+        row = flat.observation["observation"]
+        assert torch.equal(row[:, :2], plain.observation["action"])
+        assert torch.equal(row[:, 2:].argmax(-1), plain.observation["step"]) and (row[:, 2:].sum(-1) == 1).all()
+
+
+def test_repeating_an_action_is_taking_it_several_times(seed):
+    """Step by step in single environments, until the episode ends."""
+    env, keys = Diary(), random.split(random.key(seed), B)
+    seen, actions = play(ActionRepeat(env, 3), 40, seed)
+    for i in range(B):
+        state, timestep = env.init(random.at(keys[i : i + 1], 0))
+        for t, action in enumerate(actions, 1):
+            key, total = random.at(keys[i : i + 1], t), 0.0
+            for repeat in range(3):
+                inner = key if repeat == 0 else random.fold_in(key, repeat)
+                state, timestep = env.step(state, action[i : i + 1], inner)
+                total += float(timestep.reward)
+                if timestep.step_type != MID:
+                    break
+            assert seen[t].step_type[i] == timestep.step_type
+            assert seen[t].reward[i] == seen[t].extras["raw_reward"][i] == total
+            assert seen[t].discount[i] == timestep.discount
+            assert torch.equal(seen[t].observation["action"][i], timestep.observation["action"][0])
+    assert ActionRepeat(env, 3).spec.max_episode_steps == 7
+
+
+@pytest.mark.parametrize("wrap", [lambda env: time_limit(env, 4), lambda env: time_limit(chain(env), 2)])
+def test_a_time_limit_truncates_and_does_not_terminate(wrap, seed):
+    env = wrap(Diary())
+    seen, _ = play(env, 40, seed)
+    count = torch.zeros(B)
+    for timestep in seen[1:]:
+        count = torch.where(timestep.step_type == FIRST, 0, count + 1)
+        at_limit = count == env.spec.max_episode_steps
+        assert (timestep.step_type[at_limit] == LAST).all()
+        assert (count <= env.spec.max_episode_steps).all()
+    truncated = [(t.step_type == LAST) & (t.discount == 1) for t in seen]
+    assert torch.stack(truncated).any()
+    assert time_limit(Diary(), 100).spec.max_episode_steps == 20
+
+
+def test_gymnasium_repeats_and_stops_by_itself():
+    env = make_env(
+        {
+            "name": "gymnasium",
+            "task": "Pendulum-v1",
+            "transforms": [{"name": "action_repeat", "num": 4}, {"name": "time_limit", "max_episode_steps": 9}],
+        }
+    )
+    assert env.spec.max_episode_steps == 9
+    check_env(env, num_envs=2, num_steps=30)
+    env.close()
+
+
+def test_envpool_repeats_and_stops_by_itself():
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    env = make_env({"name": "envpool", "task": "Pong-v5", "transforms": [{"name": "action_repeat", "num": 2}]})
+    assert env._options["frame_skip"] == 8
+    limited = time_limit(env, 5)
+    check_env(limited, num_envs=2, num_steps=12)
+    assert limited._options == {"num_threads": 1, "frame_skip": 8, "max_episode_steps": 5}
+    with pytest.raises(ValueError, match="CartPole-v1 has no frame_skip in EnvPool"):
+        action_repeat(make_env({"name": "envpool", "task": "CartPole-v1"}), 2)
+
+
+def test_a_configuration_names_transforms_from_the_inside_out():
+    env = make_env({"name": "catch", "transforms": [{"name": "frame_stack", "num": 2}, "flatten"]})
+    assert isinstance(env, Flatten) and isinstance(env.env, FrameStack)
+    assert env.spec.observation == Array((100,))
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        ("frame_stak", r"env.transforms\[0\]=frame_stak is not known; did you mean frame_stack"),
+        ({"num": 3}, r"env.transforms\[0\]=None is not known"),
+        ({"name": "frame_stack", "number": 3}, "frame_stack takes no argument number; did you mean num"),
+        ({"name": "frame_stack", "num": 0}, "num=0 is wrong; use an integer of at least 1"),
+        ({"name": "sticky_action", "probability": 2}, "probability=2 is wrong; use a number from 0 to 1"),
+        ({"name": "reward_clip", "low": 1, "high": 0}, "high=0 is wrong"),
+        ("time_limit", "time_limit needs max_episode_steps, e.g. {name: time_limit, max_episode_steps: 100}"),
+        ("one_hot", "one_hot needs a Discrete observation, and cartpole has"),
+    ],
+)
+def test_a_wrong_transform_is_refused_in_one_sentence(transform, message):
+    with pytest.raises(ConfigError, match=message):
+        make_env({"name": "cartpole", "transforms": [transform]})
+
+
+def test_what_a_host_environment_cannot_do_is_said():
+    with pytest.raises(ValueError, match="action_repeat cannot hold single environments of diary back"):
+        action_repeat(HostEnv(Diary()), 2)
+    with pytest.raises(ValueError, match="time_limit cannot shorten diary; give it a limit of its own"):
+        time_limit(HostEnv(Diary()), 2)
+
+
+def test_every_transform_has_a_name():
+    assert list(TRANSFORMS) == sorted(TRANSFORMS) and len(TRANSFORMS) == 7

@@ -1,0 +1,56 @@
+"""Running mean and variance: buffers of an agent, which the learner updates, over all ranks, after each update."""
+
+import torch
+from torch import Tensor, nn
+
+from torchpod import specs
+from torchpod.ops.moments import Moments
+from torchpod.types import Tree
+
+
+class RunningMoments(nn.Module):
+    """What was seen so far, per entry of `shape`; `Agent.statistics` says of what.
+
+    The statistics of an iteration hold from the next one on, so that acting and learning see the same numbers.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+
+    @property
+    def moments(self) -> Moments:
+        """As they are."""
+        return Moments(self.get_buffer("total"), self.get_buffer("mean"), self.get_buffer("variance"))
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation `[*shape]` float32, never 0."""
+        return (self.moments.variance + 1e-8).sqrt().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., *shape]` to mean 0 and variance 1, clipped to [-10, 10]."""
+        return ((x - self.moments.mean.float()) / self.std).clamp(-10.0, 10.0)
+
+
+class ObservationNormalizer(nn.Module):
+    """Normalises the float entries of an observation; images of bytes, integers and masks stay as they are."""
+
+    def __init__(self, spec: specs.SpecTree) -> None:
+        super().__init__()
+        leaves = spec if isinstance(spec, dict) else {"observation": spec}
+        floats = {name: leaf.shape for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
+        self.moments = nn.ModuleDict({name: RunningMoments(shape) for name, shape in floats.items()})
+
+    def forward(self, observation: Tree) -> Tree:
+        """`[..., *shape]` of each entry."""
+        if not isinstance(observation, dict):
+            return self.moments["observation"](observation) if self.moments else observation
+        return {k: self.moments[k](x) if k in self.moments else x for k, x in observation.items()}
+
+    def seen(self, observation: Tree) -> dict[str, Tensor]:
+        """The entries that are normalised, by the names of their `RunningMoments` within this module."""
+        leaves = observation if isinstance(observation, dict) else {"observation": observation}
+        return {f"moments.{name}": leaves[name] for name in self.moments}
