@@ -14,6 +14,7 @@ from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
 from torchpod.run_folder import read_config
 from torchpod.summary import eval_return
+from torchpod.watched import watched
 
 
 def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
@@ -23,6 +24,7 @@ def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
 
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.
+      HostError: if an environment on the host failed or does not come back.
     """
     if episodes < 1:
         raise ValueError(f"--episodes {episodes} must be at least 1.")
@@ -38,7 +40,8 @@ def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
     key = random.fold_in(random.key(config.seed if seed is None else seed), EVAL_STREAM)
     torch.set_num_threads(1)
     compiler = Compiler(False, config.population)
-    score = evaluate(agent, env, weights, key, num_episodes=episodes, compiler=compiler)
+    env = watched(env, "the evaluation", config.loop.timeout_s)
+    score = evaluate(agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs)
     lines = []
     for returns, finished in zip(
         score.returns.reshape(-1, episodes), score.finished.reshape(-1, episodes), strict=True

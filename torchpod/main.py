@@ -16,6 +16,7 @@ from torchpod.distributed import RankError, SplitError
 from torchpod.run import NonFiniteErrorInRun, Run, execute
 from torchpod.sebulba import ActorError
 from torchpod.stop import Interrupted
+from torchpod.watched import HostError
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _report(error)
         return 1
-    except ActorError as error:
+    except (ActorError, HostError) as error:
         if error.__cause__ is not None:  # of an environment or an agent, so that its author sees where
             traceback.print_exception(error.__cause__)
         _report(error)

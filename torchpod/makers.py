@@ -1,10 +1,10 @@
 """Environments and agents from their configuration: the ones shipped by name, a user's own by file."""
 
-import functools
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,32 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
         env = maker(**arguments)
         if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
             env.close()
-            return envs.Gymnasium(functools.partial(maker, **arguments), **wrapping)
+            return envs.Gymnasium(_HostMaker(str(Path(config["name"]).resolve()), arguments, maker), **wrapping)
     except Exception as error:
         kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
         raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {kind}{error}") from error
     if wrapping:
         raise ConfigError(f"env={config['name']} takes no argument processes; it is no gymnasium.Env.")
     return env
+
+
+@dataclass(frozen=True)
+class _HostMaker:
+    """Makes a `gymnasium.Env`. A worker process, which has not imported the user's file, does so when it unpickles."""
+
+    name: str
+    arguments: dict[str, Any]
+    maker: Callable[..., Any]
+
+    def __call__(self) -> Any:
+        return self.maker(**self.arguments)
+
+    def __reduce__(self) -> Any:
+        return _host_maker, (self.name, self.arguments)
+
+
+def _host_maker(name: str, arguments: dict[str, Any]) -> _HostMaker:
+    return _HostMaker(name, arguments, _find(name, envs.MAKERS, "env"))
 
 
 def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
@@ -61,7 +80,7 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
         raise ConfigError(
             f"{group}={name}: there is no file {path}; give {group}=PATH.py:{attribute} with where it is now."
         )
-    spec = importlib.util.spec_from_file_location(f"_torchpod_user_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(f"_torchpod_{group}_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dynamo and pickle look modules up by name

@@ -46,6 +46,7 @@ from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
 from torchpod.testing import ContractError, check_env
 from torchpod.types import Tree
+from torchpod.watched import HostError, watched, watching
 
 
 @dataclass
@@ -77,7 +78,8 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
       ConfigError, ValueError: if the settings cannot work.
       CheckpointError: if `resume` names something that cannot be resumed.
       OSError: if the run folder cannot be written.
-      NonFiniteError: if a gradient was not finite; the trajectory is then in RUN/nan/.
+      NonFiniteErrorInRun: if a gradient was not finite; the trajectory is then in RUN/nan/.
+      ActorError, HostError: if an environment on the host failed or does not come back.
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     if env is not None:
@@ -123,15 +125,19 @@ def _execute(
 ) -> Run:
     if config.population > 1 and ranks.world_size > 1:
         raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
-    env = env or make_env(config.env)
+    if env is None:
+        with watching(f"env={config.env['name']} has not come back from being made", config.loop.timeout_s):
+            env = make_env(config.env)
     if config.env["name"] not in MAKERS:
-        _check_contract(env, config.env["name"], device)
+        _check_contract(env, config, device)
     make = make or make_agent(config.algo, env.spec)
     loop = _make_loop(config, env, make, ranks, device)
     try:
         started = _start(config, loop, source, ranks)
-    except BaseException:
+    except BaseException as error:
         _close(loop)
+        if isinstance(error, HostError) and error.__cause__ is not None:
+            raise ConfigError(f"{str(error).rstrip('.')} (TORCHPOD_TRACEBACK=1 shows where).") from error
         raise
     if isinstance(started, Run):
         _close(loop)
@@ -199,14 +205,19 @@ def _go_on(
     variables = state.learner.params | state.learner.buffers
     if ranks.rank == 0:
         where = device if env.traits.pure else torch.device("cpu")
-        evaluation = evaluate(
-            loop.agent,
-            env,
-            {name: x.to(where) for name, x in variables.items()},
-            random.fold_in(random.key(config.seed, where), EVAL_STREAM),
-            num_episodes=config.evaluation.episodes,
-            compiler=_compiler(config),
-        )
+        try:
+            evaluation = evaluate(
+                loop.agent,
+                watched(env, "the final evaluation", config.loop.timeout_s),
+                {name: x.to(where) for name, x in variables.items()},
+                random.fold_in(random.key(config.seed, where), EVAL_STREAM),
+                num_episodes=config.evaluation.episodes,
+                compiler=_compiler(config),
+                num_envs=ranks.share(config.num_envs, "num_envs"),
+            )
+        except HostError as error:
+            error.add_note(f"What was trained is saved; evaluate it with torchpod eval {run_dir}")
+            raise
         summary = summarise(config, evaluation, state, timing, device, ranks)
         write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
         if config.population > 1:
@@ -341,16 +352,20 @@ def _compiler(config: TrainConfig) -> Compiler:
         raise ConfigError(str(error)) from error
 
 
-def _check_contract(env: Env, name: str, device: torch.device) -> None:
+def _check_contract(env: Env, config: TrainConfig, device: torch.device) -> None:
     """A short `check_env`: a third of a second, against hours of training on rewards that belong to other actions."""
+    name, seen = config.env["name"], watched(env, "the check of its first 100 steps", config.loop.timeout_s)
     try:
-        check_env(env, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
+        check_env(seen, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error
     except Exception as error:
+        if isinstance(error, HostError) and error.__cause__ is None:
+            raise
+        cause = error.__cause__ if isinstance(error, HostError) else error
         raise ConfigError(
-            f"env={name} fails within 100 steps: {type(error).__name__}: {error} (TORCHPOD_TRACEBACK=1 shows where)."
-        ) from error
+            f"env={name} fails within 100 steps: {type(cause).__name__}: {cause} (TORCHPOD_TRACEBACK=1 shows where)."
+        ) from cause
     finally:
         close_all([env])
 

@@ -51,7 +51,7 @@ class Gymnasium:
         self._processes = processes
         self._envs: Any = None
         self._native: Any = None
-        self._pending = False
+        self._pending = ""
         self._was_last = np.zeros(0, bool)
         try:
             probe = self._make()
@@ -81,7 +81,10 @@ class Gymnasium:
         else:
             self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
         seeds = random.bits(keys, 1)[:, 0].tolist()
-        observation, _ = self._envs.reset(seed=seeds)
+        self._pending = "reset"
+        with self._naming_a_lost_worker():
+            observation, _ = self._envs.reset(seed=seeds)
+        self._pending = ""
         self._was_last = np.ones(len(seeds), bool)
         return None, self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
 
@@ -100,13 +103,13 @@ class Gymnasium:
         with self._naming_a_lost_worker():
             if self._processes:
                 self._envs.step_async(native)
-        self._native, self._pending = native, True
+        self._native, self._pending = native, "step"
 
     def recv(self) -> TimeStep:
         """Waits for the step that `send` started."""
         with self._naming_a_lost_worker():
             result = self._envs.step_wait() if self._processes else self._envs.step(self._native)
-        self._pending = False  # not before: what interrupts the wait leaves answers in the pipes
+        self._pending = ""  # not before: what interrupts the wait leaves answers in the pipes
         observation, reward, terminated, truncated, _ = result
         return self._timestep(observation, reward, terminated, truncated)
 
@@ -124,13 +127,13 @@ class Gymnasium:
         if self._envs is None:
             return
         envs, self._envs = self._envs, None
-        pending, self._pending = self._pending, False
+        pending, self._pending = self._pending, ""
         if not self._processes:
             envs.close()
             return
         try:
-            if pending:  # a step that nobody waits for any more; workers that answer end in order
-                envs.step_wait(timeout=_LAST_STEP_S)
+            if pending:  # and nobody waits for it any more; workers that answer end in order
+                getattr(envs, f"{pending}_wait")(timeout=_LAST_STEP_S)
             envs.close()
         except Exception:  # a worker hangs, failed, or is gone
             for process in envs.processes:

@@ -9,10 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium
 import pytest
+import torch
 
-from torchpod import checkpoint
+from torchpod import checkpoint, random
+from torchpod.env import close_all
 from torchpod.main import main
+from torchpod.makers import make_env
 
 SMALL = (
     "loop=sebulba",
@@ -27,6 +31,7 @@ SMALL = (
 STEPS = 4 * 8
 ENVIRONMENT = '''
 import time
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -55,6 +60,45 @@ class Corridor(gymnasium.Env):
 
     def _observe(self):
         return np.array([self.position / self.length], np.float32)
+
+
+class Stuck(Corridor):
+    """Sleeps for a minute where it is told to, or fails there."""
+
+    def __init__(self, where, how="sleeps"):
+        super().__init__()
+        self.where, self.how = where, how
+
+    def reset(self, *, seed=None, options=None):
+        self.stop("reset")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.stop("check")
+        if self.count == 150:
+            self.stop("training")
+        if any(Path("run").glob("checkpoints/0*")):
+            self.stop("evaluation")
+        return super().step(action)
+
+    def stop(self, where):
+        if where == self.where and self.how == "fails":
+            raise LookupError("no way on")
+        if where == self.where:
+            time.sleep(60)
+
+
+class ClosedError(Exception):
+    """Of the file's own."""
+
+
+class Guarded(Corridor):
+    """Ends with an exception that only this file knows."""
+
+    def step(self, action):
+        if self.count == 120:
+            raise ClosedError("the guard went home")
+        return super().step(action)
 
 
 class Spaceless(gymnasium.Env):
@@ -130,6 +174,78 @@ def test_a_broken_environment_leaves_a_checkpoint_and_its_traceback(capsys):
     assert 14 < int(name) < 20  # 120 steps of an environment, and the resets between its episodes
     assert main(["train", "resume=run", f"total_env_steps={22 * STEPS}"]) == 0
     assert int(checkpoint.latest(Path("run")).name) > int(name)
+
+
+@pytest.mark.parametrize(
+    ("where", "message", "timeout_s", "processes"),
+    [
+        ("reset", "has not come back in the check of its first 100 steps", 1, []),
+        ("check", "has not come back in the check of its first 100 steps", 1, []),
+        ("training", "has not come back in training", 1, []),
+        ("evaluation", "has not come back in the final evaluation", 1, []),
+        # Workers take seconds to start.
+        pytest.param(
+            *("evaluation", "has not come back in the final evaluation", 15, ["+env.processes=true"]),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_an_environment_that_hangs_in_the_main_thread_ends_the_run(capsys, where, message, timeout_s, processes):
+    env = ("env=corridor.py:Stuck", f"+env.where={where}", *processes)
+    settings = (f"loop.timeout_s={timeout_s}", "loop.num_actor_threads=0", f"total_env_steps={40 * STEPS}")
+    began = time.monotonic()
+    assert train(*env, *settings, "run_dir=run") == 1
+    assert time.monotonic() - began < 6 * timeout_s + 4
+    error = capsys.readouterr().err
+    sentence = f"torchpod: error: Stuck {message} for {timeout_s} s; if it may take so long, raise loop.timeout_s="
+    sentence += f"{timeout_s}."
+    if where == "training":
+        sentence += f" Iteration {int(checkpoint.latest(Path('run')).name)} is saved; go on with resume=run"
+    if where == "evaluation":
+        sentence += " What was trained is saved; evaluate it with torchpod eval run"
+    assert error == sentence + "\n"
+
+
+def test_an_environment_that_fails_in_the_main_thread_is_reported_like_an_actors(capsys):
+    env = ("env=corridor.py:Stuck", "+env.where=evaluation", "+env.how=fails")
+    assert train(*env, f"total_env_steps={STEPS}", "run_dir=run") == 1
+    *trace, message = capsys.readouterr().err.splitlines()
+    assert trace[0].startswith("Traceback") and any("corridor.py" in line for line in trace)
+    assert message == (
+        "torchpod: error: Stuck failed in the final evaluation: LookupError: no way on. "
+        "What was trained is saved; evaluate it with torchpod eval run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("sleeps", "has not come back in its first reset for 1 s; if it may take so long, raise loop.timeout_s=1."),
+        ("fails", "failed in its first reset: LookupError: no way on (TORCHPOD_TRACEBACK=1 shows where)."),
+    ],
+)
+def test_an_environment_by_name_whose_first_reset_is_not_to_be_had_is_one_sentence(capsys, monkeypatch, how, message):
+    names = {"__name__": "corridor"}
+    exec(ENVIRONMENT, names)
+    entry = {"Stuck-v0": gymnasium.envs.registration.EnvSpec("Stuck-v0", entry_point=names["Stuck"])}
+    monkeypatch.setattr(gymnasium.envs.registration, "registry", gymnasium.registry | entry)
+    env = ("env=gymnasium", "env.task=Stuck-v0", "+env.where=reset", f"+env.how={how}")
+    assert train(*env, "loop.timeout_s=1", "run_dir=run") == 1
+    assert capsys.readouterr().err == f"torchpod: error: Stuck-v0 {message}\n"
+    assert not Path("run").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium says it too
+def test_exceptions_of_a_file_of_ones_own_come_back_from_its_worker_process():
+    env = make_env({"name": "corridor.py:Guarded", "processes": True})
+    try:
+        env.init(random.split(random.key(0), 1))
+        with pytest.raises(Exception, match="the guard went home") as error:
+            for _ in range(200):
+                env.step(None, torch.ones(1, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64))
+        assert error.type.__name__ == "ClosedError"
+    finally:
+        close_all([env])
 
 
 @pytest.mark.parametrize(
@@ -257,9 +373,16 @@ def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     assert group_is_empty(process)
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["first of a pool", "last of a pool"])
-def test_a_worker_process_that_is_killed_ends_the_run(start, which):
-    process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
+@pytest.mark.parametrize(
+    ("which", "env", "name"),
+    [
+        (0, ("env=gymnasium", "env.processes=true"), "CartPole-v1"),
+        (-1, ("env=corridor.py:Corridor", "+env.processes=true"), "Corridor"),
+    ],
+    ids=["first of a pool", "last of a pool, of a file of one's own"],
+)
+def test_a_worker_process_that_is_killed_ends_the_run(start, which, env, name):
+    process = start(*env, "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
     workers = [pid for pid in session_of(process) if os.getpgid(pid) == pid and pid != process.pid]
     began = time.monotonic()
@@ -268,7 +391,7 @@ def test_a_worker_process_that_is_killed_ends_the_run(start, which):
     assert time.monotonic() - began < 10
     message = error.splitlines()[-1]
     assert error.startswith("Traceback") and process.returncode == 1
-    assert "RuntimeError: a worker process of CartPole-v1 is gone" in message
+    assert f"RuntimeError: a worker process of {name} is gone" in message
     assert message.startswith("torchpod: error: actor thread ") and message.endswith("go on with resume=run")
     assert group_is_empty(process)
     assert not any(alive(pid) for pid in workers)

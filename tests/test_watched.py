@@ -1,0 +1,58 @@
+"""What hangs in the main thread; tests/sebulba/test_run.py has whole runs."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from torchpod.watched import HostError, watching
+
+DEAF = """
+import time
+from torchpod import watched
+
+watched.GRACE_S = 0.5
+with watched.watching("the valley has not answered", 0.1):
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            pass
+"""
+
+
+def test_a_block_that_takes_too_long_is_ended_by_a_sentence():
+    began = time.monotonic()
+    with pytest.raises(HostError, match="the valley has not answered for 0.1 s; if it may take so long, raise"):
+        with watching("the valley has not answered", 0.1):
+            time.sleep(60)
+    assert time.monotonic() - began < 2
+
+
+def test_blocks_that_end_in_time_leave_nothing_behind():
+    for timeout_s in (0.05, float("inf")):
+        with watching("the valley has not answered", timeout_s):
+            pass
+    time.sleep(0.1)
+    assert threading.active_count() == 1
+
+
+def test_another_thread_is_not_watched():
+    def work():
+        with watching("the valley has not answered", 0.05):
+            time.sleep(0.1)
+            done.append(True)
+
+    done = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done
+
+
+def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
+    result = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
+    message = "the valley has not answered for 0.1 s; if it may take so long, raise loop.timeout_s=0.1."
+    assert (result.returncode, result.stderr) == (1, f"torchpod: error: {message}\n")
