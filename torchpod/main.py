@@ -148,8 +148,8 @@ def train(**settings: Any) -> Run:
 
     Args:
       **settings: the keys of configs/train.yaml; nested ones as dicts: `checkpoint={"keep": 1}`. `env` may be an
-        environment object. `overrides` is a list in the grammar of the command line, e.g.
-        `["algo.learner.learning_rate=1e-3"]`.
+        environment object; `algo` and `env` may name a class in a file, as in "my_agent.py:MyAgent". `overrides` is a
+        list in the grammar of the command line, e.g. `["algo.learner.learning_rate=1e-3"]`.
 
     Returns:
       The finished run.

@@ -1,10 +1,11 @@
 """Environments and agents from their configuration: the ones shipped by name, a user's own by file."""
 
+import dataclasses
 import importlib.util
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
     return env
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _HostMaker:
     """Makes a `gymnasium.Env`. A worker process, which has not imported the user's file, does so when it unpickles."""
 
@@ -62,9 +63,39 @@ def _host_maker(name: str, arguments: dict[str, Any]) -> _HostMaker:
 
 def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
     """A function that builds the agent of an algorithm for an environment."""
-    agent_class, config_class = _find(config.name, algos.MAKERS, "algo")
+    found = _find(config.name, algos.MAKERS, "algo")
+    agent_class, config_class = found if isinstance(found, tuple) else (found, _config_class(found, config.name))
     agent_config = build(config_class, config.agent, "algo.agent.")
-    return lambda: agent_class(spec, agent_config)
+
+    def make() -> Agent:
+        try:
+            return agent_class(spec, agent_config)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"algo={config.name} cannot be made for {spec.name}: {type(error).__name__}: {error} "
+                "(TORCHPOD_TRACEBACK=1 shows where)."
+            ) from error
+
+    return make
+
+
+def _config_class(agent_class: Any, name: str) -> type:
+    """The dataclass that the second argument of an agent's constructor is annotated with."""
+    if not (inspect.isclass(agent_class) and issubclass(agent_class, Agent)):
+        raise ConfigError(f"algo={name} is no subclass of torchpod.agent.Agent.")
+    arguments = list(inspect.signature(agent_class).parameters)
+    try:
+        config_class = typing.get_type_hints(agent_class.__init__)[arguments[1]]
+    except (IndexError, KeyError, NameError):
+        config_class = None
+    if not (inspect.isclass(config_class) and dataclasses.is_dataclass(config_class)):
+        raise ConfigError(
+            f"algo={name} takes {', '.join(arguments)}; its constructor must take the spec of the environment and "
+            "settings, annotated with their dataclass: def __init__(self, spec: EnvSpec, config: MyConfig)."
+        )
+    return config_class
 
 
 def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
@@ -72,7 +103,7 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     if name in makers:
         return makers[name]
     if name.endswith(".py"):
-        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyEnv.")
+        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyClass.")
     path, _, attribute = name.rpartition(":")
     if not path.endswith(".py"):
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")

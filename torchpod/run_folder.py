@@ -73,7 +73,7 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
     for key in config.given:
         *path, name = names.get(key, key).split(".")
         old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
-        moved = key == "env" and Path(str(old.get(name))).name == Path(str(new.get(name))).name  # a file of the user's
+        moved = key in ("algo", "env") and Path(str(old.get(name))).name == Path(str(new.get(name))).name  # a file of the user's
         if moved or ".".join([*path, name]) in MAY_CHANGE or [*path, name][0] in MAY_CHANGE:
             old[name] = new[name]
         elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
