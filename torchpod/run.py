@@ -198,7 +198,7 @@ def _go_on(
 ) -> Run:
     """Trains from a state on, evaluates, summarises."""
     keeper = _Keeper(config, run_dir, ranks, resumed_at or None)
-    with _logger(config, run_dir, resumed_at) if ranks.rank == 0 else contextlib.nullcontext() as logger:
+    with _logger(config, run_dir, resumed_at, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
         state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s)
@@ -370,7 +370,7 @@ def _check_contract(env: Env, config: TrainConfig, device: torch.device) -> None
         close_all([env])
 
 
-def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
+def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, env: Env) -> Logger:
     sinks: list[Sink] = []
     if config.logger.tensorboard:
         try:
@@ -378,7 +378,8 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
         except ImportError as error:
             raise ConfigError(str(error)) from error
     if config.logger.console:
-        sinks.append(ConsoleSink(config.total_env_steps, config.num_iterations))
+        advice = getattr(env, "advice", "raise loop.num_actor_threads")
+        sinks.append(ConsoleSink(config.total_env_steps, config.num_iterations, advice=advice))
     return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 
 

@@ -17,6 +17,8 @@ from torchpod import checkpoint, random
 from torchpod.env import close_all
 from torchpod.main import main
 from torchpod.makers import make_env
+from torchpod.metrics import ConsoleSink
+from torchpod.sebulba import Sebulba
 
 SMALL = (
     "loop=sebulba",
@@ -290,6 +292,50 @@ def test_what_a_resumed_run_cannot_change_is_said(capsys):
     assert Path("run/config.yaml").read_bytes() == before
     assert main(["train", "resume=run", "loop.num_actor_threads=1", f"total_env_steps={3 * STEPS}"]) == 0
     assert int(checkpoint.latest(Path("run")).name) == 3
+
+
+def test_episodes_that_do_not_end_are_named_beside_their_return(capsys, monkeypatch):
+    monkeypatch.setattr("torchpod.evaluate.MAX_STEPS", 30)
+    assert train("env=corridor.py:Corridor", "+env.length=1000", f"total_env_steps={STEPS}", "run_dir=run") == 0
+    assert ", 2 episodes, 2 of them cut at 30 steps) after " in capsys.readouterr().out
+    assert main(["eval", "run", "--episodes", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["unfinished_episodes"], told["unfinished_steps"]) == (3, 30)
+
+
+def test_the_first_row_counts_no_compilation_as_time_of_the_actors(monkeypatch):
+    def example(self, state, actors, example=Sebulba.example):
+        time.sleep(1.0)
+        return example(self, state, actors)
+
+    monkeypatch.setattr(Sebulba, "example", example)
+    assert train("env=corridor.py:Corridor", f"total_env_steps={STEPS}", "run_dir=run") == 0
+    row = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])
+    shares = ("actor_in_environment", "actor_in_inference", "actor_in_transfer", "actor_wait")
+    assert sum(row[name] for name in shares) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("env", "advice"),
+    [
+        (["env=corridor.py:Corridor"], "set env.processes=true"),
+        (["env=envpool", "env.task=CartPole-v1"], "raise env.num_threads"),
+        (["env=cartpole"], "raise loop.num_actor_threads"),
+    ],
+)
+def test_the_progress_line_advises_what_the_environment_has(env, advice, monkeypatch):
+    given = []
+
+    class Sink(ConsoleSink):
+        def __init__(self, *args, advice, **options):
+            given.append(advice)
+            super().__init__(*args, **options)
+
+    if env[0] == "env=envpool":
+        pytest.importorskip("envpool")
+    monkeypatch.setattr("torchpod.run.ConsoleSink", Sink)
+    assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
+    assert given == [advice]
 
 
 def test_a_reward_that_is_no_number_is_named(capsys):
