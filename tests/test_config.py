@@ -186,7 +186,10 @@ def test_what_cannot_work_is_refused_with_one_sentence(override: str, message: s
     [
         ("algo.agent.clip=0.1", "algo.agent.clip is added by a plus sign; write '+algo.agent.clip=0.1'."),
         ("+algo.agent.clipp=0.1", "algo.agent.clipp is no setting; did you mean clip"),
-        ("+algo.agent.broken=true", "cannot be made for cartpole: TypeError: the agent is broken (TORCHPOD_TRACEBACK"),
+        (
+            "+algo.agent.broken=true",
+            "cannot be made for cartpole: TypeError: the agent is broken. TORCHPOD_TRACEBACK=1",
+        ),
     ],
 )
 def test_settings_that_an_agent_in_a_file_cannot_take_are_refused(setting: str, message: str):

@@ -194,7 +194,9 @@ class TestUserEnvironment:
         settings = (*SMALL, f"env={ENV_FILE}:MyEnv", *fault, "total_env_steps=10_000", "run_dir=run")
         error = error_of(call("train", *settings))
         assert error.startswith("a gradient of iteration 15 is not finite; the trajectory it came from is in run/nan/")
+        assert error.endswith(" Iteration 14, before it, is saved in run.")
         assert [path.name for path in Path("run/nan").iterdir()] == ["iteration-15-rank-0.pt"]
+        assert checkpoint.latest(Path("run")).name == f"{14:010d}"
 
 
 def test_an_agent_in_a_file_is_trained_evaluated_and_resumed_also_from_where_it_moved_to(call: Call):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchpod.watched import HostError, watching
+from torchpod.watched import HostError, sentence, watching
 
 DEAF = """
 import time
@@ -56,3 +56,16 @@ def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
     result = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
     message = "the valley has not answered for 0.1 s; if it may take so long, raise loop.timeout_s=0.1."
     assert (result.returncode, result.stderr) == (1, f"torchpod: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError("no way on"), "OSError: no way on."),
+        (OSError("no way on."), "OSError: no way on."),
+        (OSError("is it gone?"), "OSError: is it gone?"),
+        (KeyError(), "KeyError."),
+    ],
+)
+def test_a_sentence_has_one_mark_at_its_end(error, text):
+    assert sentence(error) == text

@@ -20,8 +20,8 @@ from torchpod.watched import watched
 def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
     """A line of JSON; one line per member of a population.
 
-    `{mean, iqm, ci95, episodes, unfinished_episodes, unfinished_steps, checkpoint}`: `ci95` is the 95 % bootstrap interval
-    of the IQM; episodes that did not end were cut at `unfinished_steps`.
+    `{mean, iqm, ci95, episodes, unfinished_episodes, unfinished_steps, checkpoint}`: `ci95` is the 95 % bootstrap
+    interval of the IQM; episodes that did not end were cut at `unfinished_steps`.
 
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.

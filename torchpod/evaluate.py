@@ -16,7 +16,6 @@ from torchpod.env import Env
 from torchpod.rollout import make_step, start
 from torchpod.types import FIRST, Carry
 
-
 MAX_STEPS = 10_000
 """Where an episode without a time limit is cut."""
 

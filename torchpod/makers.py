@@ -14,6 +14,7 @@ from torchpod.agent import Agent
 from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, nearest
 from torchpod.env import Env
 from torchpod.specs import EnvSpec
+from torchpod.watched import sentence
 
 
 def make_env(config: Mapping[str, Any] | str) -> Env:
@@ -35,8 +36,8 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
             env.close()
             return envs.Gymnasium(_HostMaker(str(Path(config["name"]).resolve()), arguments, maker), **wrapping)
     except Exception as error:
-        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
-        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {kind}{error}") from error
+        told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
+        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {told}") from error
     if wrapping:
         raise ConfigError(f"env={config['name']} takes no argument processes; it is no gymnasium.Env.")
     return env
@@ -74,8 +75,8 @@ def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
             raise
         except Exception as error:
             raise ConfigError(
-                f"algo={config.name} cannot be made for {spec.name}: {type(error).__name__}: {error} "
-                "(TORCHPOD_TRACEBACK=1 shows where)."
+                f"algo={config.name} cannot be made for {spec.name}: {sentence(error)} "
+                "TORCHPOD_TRACEBACK=1 shows where."
             ) from error
 
     return make
@@ -119,8 +120,7 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(
-            f"{group}={name}: {path} cannot be imported: {type(error).__name__}: {error} "
-            "(TORCHPOD_TRACEBACK=1 shows where)."
+            f"{group}={name}: {path} cannot be imported: {sentence(error)} TORCHPOD_TRACEBACK=1 shows where."
         ) from error
     if not callable(getattr(module, attribute, None)):
         public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]

@@ -46,7 +46,7 @@ from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
 from torchpod.testing import ContractError, check_env
 from torchpod.types import Tree
-from torchpod.watched import HostError, watched, watching
+from torchpod.watched import HostError, sentence, watched, watching
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _execute(
     except BaseException as error:
         _close(loop)
         if isinstance(error, HostError) and error.__cause__ is not None:
-            raise ConfigError(f"{str(error).rstrip('.')} (TORCHPOD_TRACEBACK=1 shows where).") from error
+            raise ConfigError(f"{error} TORCHPOD_TRACEBACK=1 shows where.") from error
         raise
     if isinstance(started, Run):
         _close(loop)
@@ -167,7 +167,7 @@ def _start(
         _, loaded, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
         state = cast(RunState, loaded)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
-        if ranks.rank == 0 and (changed := changes(meta)):
+        if ranks.rank == 0 and (changed := changes(meta, source, config)):
             print(f"{source} goes on with other {changed} than it was written with: the bits may differ.")
         if not state.learner.healthy.any():
             raise CheckpointError(f"{source} cannot go on: a gradient was not finite, and it stopped learning there.")
@@ -295,6 +295,10 @@ def _train(
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
             if wrong:
                 advice = f"The environment gave numbers that are not finite: {', '.join(wrong)}."
+            if timing.steps and ranks.world_size == 1 and keeper.saved_at != int(state.iteration.flatten()[0]):
+                keeper.save(state, timing)
+            if keeper.saved_at is not None:
+                advice += f" Iteration {keeper.saved_at}, before it, is saved in {keeper.run_dir}."
             raise NonFiniteErrorInRun(
                 f"a gradient of iteration {error.iteration} is not finite; the trajectory it came from is in {path}. "
                 + advice
@@ -360,11 +364,11 @@ def _check_contract(env: Env, config: TrainConfig, device: torch.device) -> None
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error
     except Exception as error:
-        if isinstance(error, HostError) and error.__cause__ is None:
+        if isinstance(error, HostError) and error.__cause__ is None:  # it hangs
             raise
-        cause = error.__cause__ if isinstance(error, HostError) else error
+        cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
         raise ConfigError(
-            f"env={name} fails within 100 steps: {type(cause).__name__}: {cause} (TORCHPOD_TRACEBACK=1 shows where)."
+            f"env={name} fails within 100 steps: {sentence(cause)} TORCHPOD_TRACEBACK=1 shows where."
         ) from cause
     finally:
         close_all([env])

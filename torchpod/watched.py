@@ -62,13 +62,18 @@ class Watched:
         except HostError:
             raise
         except Exception as error:
-            message = str(error).rstrip(".")
-            raise HostError(f"{name} failed in {self._where}: {type(error).__name__}: {message}.") from error
+            raise HostError(f"{name} failed in {self._where}: {sentence(error)}") from error
 
 
 def watched(env: Env, where: str, timeout_s: float) -> Env:
     """The environment, watched if it lives on the host."""
     return env if env.traits.pure else Watched(env, where, timeout_s)
+
+
+def sentence(error: BaseException) -> str:
+    """The kind of an exception and its message, with one mark at the end."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return text if text.endswith((".", "?", "!")) else text + "."
 
 
 @contextlib.contextmanager

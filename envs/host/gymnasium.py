@@ -29,8 +29,8 @@ class Gymnasium:
     Gymnasium's vector environments reset at the step after the last (`AutoresetMode.NEXT_STEP`), as the contract
     wants it: the final observation is seen, and the step that resets is a `FIRST`. The keys of `init` seed the
     environments, once; from then on they draw from their own generators, and the keys of `step` are not used.
-    Float actions are clipped to their bounds; where bounds differ from entry to entry, the spec says [-1, 1] and actions
-    are scaled. Actions of several integers are numbered and become one Discrete.
+    Float actions are clipped to their bounds; where bounds differ from entry to entry, the spec says [-1, 1] and
+    actions are scaled. Actions of several integers are numbered and become one Discrete.
 
     Args:
       task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
@@ -83,7 +83,7 @@ class Gymnasium:
             self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
         seeds = random.bits(keys, 1)[:, 0].tolist()
         self._pending = "reset"
-        with self._naming_a_lost_worker():
+        with self._naming_what_went_wrong():
             observation, _ = self._envs.reset(seed=seeds)
         self._pending = ""
         self._was_last = np.ones(len(seeds), bool)
@@ -97,27 +97,33 @@ class Gymnasium:
     def send(self, action: Tensor) -> None:
         """Starts a step: with `processes`, they work until `recv`; otherwise the step is done there."""
         native = self._to_native(action.numpy())
-        with self._naming_a_lost_worker():
+        with self._naming_what_went_wrong():
             if self._processes:
                 self._envs.step_async(native)
         self._native, self._pending = native, "step"
 
     def recv(self) -> TimeStep:
         """Waits for the step that `send` started."""
-        with self._naming_a_lost_worker():
+        with self._naming_what_went_wrong():
             result = self._envs.step_wait() if self._processes else self._envs.step(self._native)
         self._pending = ""  # not before: what interrupts the wait leaves answers in the pipes
         observation, reward, terminated, truncated, _ = result
         return self._timestep(observation, reward, terminated, truncated)
 
     @contextlib.contextmanager
-    def _naming_a_lost_worker(self) -> Iterator[None]:
+    def _naming_what_went_wrong(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error
+        except ValueError as error:  # perhaps of NumPy, which names no environment
+            space = self._envs.single_observation_space
+            for observation in getattr(self._envs, "_env_obs", ()):
+                if (wrong := _misshapen(observation, space)) is not None:
+                    raise ValueError(f"{self.spec.name} gave an observation {wrong}; make them agree.") from error
+            raise
 
     def close(self) -> None:
         """Ends worker processes and frees what the environments hold."""
@@ -145,6 +151,19 @@ class Gymnasium:
         tensors = to_tensors(observation, self.spec.observation)
         timestep, self._was_last = host_timestep(tensors, self._was_last, *outcome)
         return timestep
+
+
+def _misshapen(observation: Any, space: Any) -> str | None:
+    """Which part of an observation has another shape than in its space; None if none has."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        parts = (_misshapen(observation[name], inner) for name, inner in space.items())
+        return next((part for part in parts if part is not None), None)
+    found = np.shape(observation)
+    if observation is None or found == space.shape:
+        return None
+    return f"of shape {list(found)}, and the space says {list(space.shape)}"
 
 
 def _in_worker(make: Callable[[], Any]) -> Any:
@@ -200,8 +219,8 @@ def action_of(space: Any, where: str) -> tuple[Box | Discrete, Callable[[np.ndar
         if math.prod(counts) > _MAX_JOINT:
             raise ValueError(f"{where} is {space}, more than {_MAX_JOINT} joint actions; choose another environment.")
         return Discrete(math.prod(counts)), lambda action: (
-            (np.stack(np.unravel_index(action, counts), -1).reshape(-1, *shape) + low).astype(space.dtype)
-        )
+            np.stack(np.unravel_index(action, counts), -1).reshape(-1, *shape) + low
+        ).astype(space.dtype)
     if max(abs(low).max(), abs(high).max()) > _UNBOUNDED:
         return Box(space.shape), lambda action: action.clip(low, high)
     if (low == low.flat[0]).all() and (high == high.flat[0]).all():

@@ -1,5 +1,7 @@
 """Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
@@ -129,7 +131,10 @@ class Two(Countdown):
     ("make", "sentence"),
     [
         (Pair, "Pair: observation_space is Tuple(Discrete(2), Discrete(2)); use Box, Discrete, MultiBinary, or Dict"),
-        (Many, "Many: action_space is Box(0, 9, (5,), int64), more than 10000 joint actions; choose another environment."),
+        (
+            Many,
+            "Many: action_space is Box(0, 9, (5,), int64), more than 10000 joint actions; choose another environment.",
+        ),
         (Long, "Long: action_space is Box(-9223372036854775808, 9223372036854775807, (1,), int64), more than 10000"),
         (Two, "Two: action_space is MultiDiscrete([2 2]); use Box or Discrete."),
     ],
@@ -138,6 +143,22 @@ def test_a_space_that_no_agent_reads_is_refused(make, sentence):
     with pytest.raises(ValueError) as error:
         Gymnasium(make)
     assert str(error.value).startswith(sentence)
+
+
+class Short(Countdown):
+    """Forgets one flag, from its second step on."""
+
+    def _observation(self):
+        return {"count": np.array([10.0]), "flag": np.zeros(2 - (self.steps > 1), np.int8)}
+
+
+def test_an_observation_of_another_shape_than_its_space_is_named():
+    env = Gymnasium(Short)
+    env.init(keys(2))
+    env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+    message = "Short gave an observation of shape [1], and the space says [2]; make them agree."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
 
 
 class Told(gymnasium.Env):
