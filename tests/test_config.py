@@ -173,6 +173,7 @@ def refused(overrides: list[str]) -> str:
         ("algo=nowhere:MyAgent", "A class of your own is algo=path/to/file.py:Class."),
         (f"algo={AGENT_FILE}", "name the class too, e.g. algo="),
         (f"algo={AGENT_FILE}:NoAgent", "NoAgent is no subclass of torchpod.agent.Agent."),
+        (f"algo={AGENT_FILE}:Picky", "Picky needs a setting; add +algo.agent.size=VALUE."),
         (f"algo={AGENT_FILE}:Shapeless", "Shapeless takes spec, config; its constructor must take the spec of the"),
         (f"env={ENV_FILE}:Picky", "needs the argument size; add +env.size=VALUE."),
     ],

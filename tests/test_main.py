@@ -195,6 +195,7 @@ class TestUserEnvironment:
         error = error_of(call("train", *settings))
         assert error.startswith("a gradient of iteration 15 is not finite; the trajectory it came from is in run/nan/")
         assert error.endswith(" Iteration 14, before it, is saved in run.")
+        assert error_of(call("train", "resume=run")).startswith("a gradient of iteration 15 is not finite")
         assert [path.name for path in Path("run/nan").iterdir()] == ["iteration-15-rank-0.pt"]
         assert checkpoint.latest(Path("run")).name == f"{14:010d}"
 

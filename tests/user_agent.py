@@ -27,6 +27,20 @@ class Heir(MyAgent):
     """Has the settings of its parent."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PickyConfig(MyConfig):
+    """Has a setting without a default."""
+
+    size: int
+
+
+class Picky(PPO):
+    """Wants to be told."""
+
+    def __init__(self, spec: EnvSpec, config: PickyConfig) -> None:
+        super().__init__(spec, config)
+
+
 class Shapeless(PPO):
     """Its settings are of no known class."""
 

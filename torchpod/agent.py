@@ -22,7 +22,7 @@ class Agent(nn.Module):
     """Base of all agents: override `act`, `prepare` and `loss`.
 
     An agent is made as `MyAgent(env.spec, config)`; what its constructor's second argument is annotated with, a frozen
-    dataclass with defaults for all fields, says which settings `algo.agent.*` there are.
+    dataclass, says which settings `algo.agent.*` there are.
     """
 
     recurrent: bool = False

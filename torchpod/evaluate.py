@@ -57,8 +57,11 @@ def evaluate(
     compiler = compiler or Compiler(enabled=False)
     max_steps = max_steps or env.spec.max_episode_steps or MAX_STEPS
     each = num_episodes if env.traits.pure else num_envs or num_episodes
-    keys = [random.split(k, num_episodes).split(each) for k in random.split(key, 2)]
-    rounds = [_play(agent, env, variables, *pair, compiler, max_steps) for pair in zip(*keys, strict=True)]
+    shares = [random.split(k, num_episodes).split(each) for k in random.split(key, 2)]
+    rounds = [
+        _play(agent, env, variables, env_keys, actor_keys, compiler, max_steps)
+        for env_keys, actor_keys in zip(*shares, strict=True)
+    ]
     return Evaluation(*(torch.cat(parts, -1) for parts in zip(*rounds, strict=True)))
 
 

@@ -66,6 +66,10 @@ def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
     """A function that builds the agent of an algorithm for an environment."""
     found = _find(config.name, algos.MAKERS, "algo")
     agent_class, config_class = found if isinstance(found, tuple) else (found, _config_class(found, config.name))
+    for field in dataclasses.fields(config_class):
+        has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+        if not has_default and field.name not in config.agent:
+            raise ConfigError(f"algo={config.name} needs a setting; add +algo.agent.{field.name}=VALUE.")
     agent_config = build(config_class, config.agent, "algo.agent.")
 
     def make() -> Agent:

@@ -358,8 +358,9 @@ def _compiler(config: TrainConfig) -> Compiler:
 
 def _check_contract(env: Env, config: TrainConfig, device: torch.device) -> None:
     """A short `check_env`: a third of a second, against hours of training on rewards that belong to other actions."""
-    name, seen = config.env["name"], watched(env, "the check of its first 100 steps", config.loop.timeout_s)
+    name = config.env["name"]
     try:
+        seen = watched(env, "the check of its first 100 steps", config.loop.timeout_s)
         check_env(seen, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error

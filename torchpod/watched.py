@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from torchpod.types import TimeStep, Tree
 
 GRACE_S = 4.0
 """How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
+_LOOK_S = 0.2
+"""Between two looks of the watchdog."""
 
 
 class HostError(RuntimeError):
@@ -76,40 +79,68 @@ def sentence(error: BaseException) -> str:
     return text if text.endswith((".", "?", "!")) else text + "."
 
 
+class _Block(NamedTuple):
+    """Something that the main thread waits for."""
+
+    message: str
+    deadline: float
+    """By `time.monotonic`."""
+
+
+class _Watchdog:
+    """A thread that looks at what the main thread waits for, from the first time that it does: one per step is slow."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.now: _Block | None = None
+
+    def start(self) -> None:
+        """To be called in the main thread; does something once."""
+        if self._thread is None or not self._thread.is_alive():
+            # A signal that nothing else uses. Unlike what threads can do, it ends a wait of the main thread.
+            signal.signal(signal.SIGVTALRM, self._give_up)
+            self._thread = threading.Thread(target=self._run, name="torchpod-watchdog", daemon=True)
+            self._thread.start()
+
+    def _give_up(self, number: int, frame: Any) -> None:
+        if self.now is not None and time.monotonic() >= self.now.deadline:
+            raise HostError(self.now.message)
+
+    def _run(self) -> None:
+        told = None
+        while True:
+            time.sleep(_LOOK_S)
+            block, now = self.now, time.monotonic()
+            if block is None or now < block.deadline:
+                continue
+            if block is not told:
+                with self.lock:
+                    if self.now is block:
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
+                told = block
+            elif now > block.deadline + GRACE_S and self.now is block:
+                print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+_WATCHDOG = _Watchdog()
+
+
 @contextlib.contextmanager
 def watching(what: str, timeout_s: float) -> Iterator[None]:
     """Raises a `HostError` in the main thread if the block takes too long; elsewhere nothing is watched.
 
     A block that does not hear of it, in C code or because it catches everything, ends the process after `GRACE_S`.
     """
-    main, lock, over = threading.main_thread(), threading.Lock(), threading.Event()
-    if threading.current_thread() is not main:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _WATCHDOG.start()
     message = f"{what} for {timeout_s:g} s; if it may take so long, raise loop.timeout_s={timeout_s:g}."
-
-    def give_up(number: int, frame: Any) -> None:
-        if not over.is_set():
-            raise HostError(message)
-
-    def expired() -> None:
-        with lock:
-            if over.is_set():
-                return
-            # A signal that nothing else uses. Unlike what threads can do, it ends a wait of the main thread.
-            signal.pthread_kill(main.ident or 0, signal.SIGVTALRM)
-        if not over.wait(GRACE_S):
-            print(f"torchpod: error: {message}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-    before = signal.signal(signal.SIGVTALRM, give_up)
-    timer = threading.Timer(min(timeout_s, threading.TIMEOUT_MAX), expired)
-    timer.daemon = True
-    timer.start()
+    _WATCHDOG.now = _Block(message, time.monotonic() + timeout_s)
     try:
         yield
     finally:
-        with lock:
-            over.set()
-        timer.cancel()
-        signal.signal(signal.SIGVTALRM, before)
+        with _WATCHDOG.lock:
+            _WATCHDOG.now = None
