@@ -8,10 +8,12 @@ import yaml
 
 from torchpod import algos, configs, envs
 from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load
+from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
 from torchpod.run import execute
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
+AGENT_FILE = Path(__file__).parent / "user_agent.py"
 TINY = (
     "compile=false",
     "logger.console=false",
@@ -78,6 +80,16 @@ def test_an_environment_in_a_file_takes_arguments():
     env = make_env(config.env)
     assert env.spec.max_episode_steps == 3
     assert make_agent(config.algo, env.spec)().config.hidden == (64, 64)
+
+
+@pytest.mark.parametrize("name", ["MyAgent", "Heir"])
+def test_an_agent_in_a_file_takes_the_settings_that_its_constructor_is_annotated_with(name: str):
+    config = load([f"algo={AGENT_FILE}:{name}", "+algo.agent.clip=0.1", "algo.unroll_length=16"])
+    assert (config.algo.name, config.algo.agent) == (f"{AGENT_FILE}:{name}", {"clip": 0.1})
+    assert (config.algo.unroll_length, config.algo.learner) == (16, LearnerConfig())
+    assert config.experiment == "user_agent_cartpole"
+    agent = make_agent(config.algo, make_env("cartpole").spec)()
+    assert (type(agent).__name__, agent.config.hidden, agent.config.clip) == (name, (8,), 0.1)
 
 
 def test_a_file_beside_another_of_the_same_name_is_not_mistaken_for_it(tmp_path: Path):
@@ -158,11 +170,33 @@ def refused(overrides: list[str]) -> str:
         ("env=nowhere:MyEnv", "A class of your own is env=path/to/file.py:Class."),
         (f"env={ENV_FILE}", "name the class too, e.g. env="),
         (f"env={ENV_FILE}:MyEnw", "has no class MyEnw; did you mean MyEnv?"),
+        ("algo=nowhere:MyAgent", "A class of your own is algo=path/to/file.py:Class."),
+        (f"algo={AGENT_FILE}", "name the class too, e.g. algo="),
+        (f"algo={AGENT_FILE}:NoAgent", "NoAgent is no subclass of torchpod.agent.Agent."),
+        (f"algo={AGENT_FILE}:Picky", "Picky needs a setting; add +algo.agent.size=VALUE."),
+        (f"algo={AGENT_FILE}:Shapeless", "Shapeless takes spec, config; its constructor must take the spec of the"),
         (f"env={ENV_FILE}:Picky", "needs the argument size; add +env.size=VALUE."),
     ],
 )
 def test_what_cannot_work_is_refused_with_one_sentence(override: str, message: str):
     assert message in refused([override])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algo.agent.clip=0.1", "algo.agent.clip is added by a plus sign; write '+algo.agent.clip=0.1'."),
+        ("+algo.agent.clipp=0.1", "algo.agent.clipp is no setting; did you mean clip"),
+        (
+            "+algo.agent.broken=true",
+            "cannot be made for cartpole: TypeError: the agent is broken. TORCHPOD_TRACEBACK=1",
+        ),
+    ],
+)
+def test_settings_that_an_agent_in_a_file_cannot_take_are_refused(setting: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        make_agent(load([f"algo={AGENT_FILE}:MyAgent", setting]).algo, make_env("cartpole").spec)()
+    assert message in str(error.value)
 
 
 def test_of_a_config_yaml_unknown_and_mistyped_keys_are_refused():

@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -6,7 +8,7 @@ from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.compile import Compiler
-from torchpod.env import TensorEnv
+from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import evaluate
 from torchpod.rollout import make_step, start
@@ -100,6 +102,24 @@ def test_episodes_that_do_not_end_in_time_are_marked(seed):
         assert (result.returns[i], result.lengths[i], result.finished[i]) == (total, length, finished)
     lengths = result.lengths[~result.finished]
     assert len(lengths) and ((lengths == 8) | (lengths == 9)).all()  # with or without a reset among them
+
+
+class Crowd(HostEnv):
+    """Notes how many environments there are at once."""
+
+    sizes: ClassVar = []
+
+    def init(self, keys):
+        self.sizes.append(len(keys))
+        return super().init(keys)
+
+
+def test_episodes_on_the_host_are_played_in_rounds_of_at_most_num_envs(seed):
+    agent, variables = make(Lives(), seed)
+    whole = evaluate(agent, Lives(), variables, random.key(seed), num_episodes=7)
+    parts = evaluate(agent, Crowd(Lives()), variables, random.key(seed), num_episodes=7, num_envs=3)
+    assert Crowd.sizes == [3, 3, 1]
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_evaluation_repeats_with_its_key_and_ignores_the_global_generator(seed):

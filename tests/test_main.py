@@ -15,6 +15,7 @@ from torchpod import checkpoint
 from torchpod.main import main
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
+AGENT_FILE = Path(__file__).parent / "user_agent.py"
 SMALL = (
     "compile=false",
     "logger.console=false",
@@ -193,7 +194,24 @@ class TestUserEnvironment:
         settings = (*SMALL, f"env={ENV_FILE}:MyEnv", *fault, "total_env_steps=10_000", "run_dir=run")
         error = error_of(call("train", *settings))
         assert error.startswith("a gradient of iteration 15 is not finite; the trajectory it came from is in run/nan/")
+        assert error.endswith(" Iteration 14, before it, is saved in run.")
+        assert error_of(call("train", "resume=run")).startswith("a gradient of iteration 15 is not finite")
         assert [path.name for path in Path("run/nan").iterdir()] == ["iteration-15-rank-0.pt"]
+        assert checkpoint.latest(Path("run")).name == f"{14:010d}"
+
+
+def test_an_agent_in_a_file_is_trained_evaluated_and_resumed_also_from_where_it_moved_to(call: Call):
+    settings = [item for item in SMALL if not item.startswith("algo.agent.")]
+    shutil.copy(AGENT_FILE, "mine.py")
+    assert call("train", *settings, "algo=mine.py:MyAgent", "+algo.agent.clip=0.1", "run_dir=run")[0] == 0
+    assert call("eval", "run", "--episodes", "2")[0] == 0
+    assert call("train", "resume=run", "total_env_steps=96")[0] == 0
+    Path("mine.py").rename("moved.py")
+    assert "there is no file" in error_of(call("train", "resume=run", "total_env_steps=128"))
+    Path("new").mkdir()
+    Path("moved.py").rename("new/mine.py")
+    assert call("train", "resume=run", "algo=new/mine.py:MyAgent", "total_env_steps=128")[0] == 0
+    assert checkpoint.latest(Path("run")).name == f"{4:010d}"
 
 
 class TestEval:

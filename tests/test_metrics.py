@@ -343,7 +343,7 @@ def test_a_rate_forgets_what_is_long_ago():
 @pytest.mark.parametrize(
     ("waits", "said"),
     [
-        ((0.9, 0.1, 0.7, 0.2), "learner waits 90% for environments: raise env.num_threads"),
+        ((0.9, 0.1, 0.7, 0.2), "learner waits 90% for environments: raise env.num_threads  "),
         ((0.9, 0.1, 0.2, 0.7), "learner waits 90% for inference: raise num_envs"),
         ((0.9, 0.1, 0.2, 0.2, 0.5), "learner waits 90% for transfers: raise loop.pools_per_actor"),
         ((0.1, 0.8, 0.1, 0.1), "actors wait 80% for the update: lower algo.learner.num_epochs"),
@@ -354,6 +354,6 @@ def test_a_rate_forgets_what_is_long_ago():
 def test_the_line_says_which_side_of_sebulba_starves(waits, said):
     names = ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "actor_in_transfer")
     out = io.StringIO()
-    with contextlib.closing(ConsoleSink(100, 10, console=Console(file=out, width=300))) as sink:
+    with contextlib.closing(ConsoleSink(100, 10, advice="raise env.num_threads", console=Console(file=out))) as sink:
         sink.write({"iteration": 1, "env_steps": 10} | dict(zip(names, waits, strict=False)))
     assert said in out.getvalue()

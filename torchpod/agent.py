@@ -19,7 +19,11 @@ Variables = dict[str, Tensor]
 
 
 class Agent(nn.Module):
-    """Base of all agents: override `act`, `prepare` and `loss`."""
+    """Base of all agents: override `act`, `prepare` and `loss`.
+
+    An agent is made as `MyAgent(env.spec, config)`; what its constructor's second argument is annotated with, a frozen
+    dataclass, says which settings `algo.agent.*` there are.
+    """
 
     recurrent: bool = False
     """True: `loss` gets whole sequences `[T, B', ...]`; False: rows `[R, ...]` shuffled over time and environment."""

@@ -221,8 +221,8 @@ def train(
       The report, and the program, whose `.state` may be read (or cloned) until the next call.
 
     Raises:
-      NonFiniteError: if no member of the population has a finite gradient any more. `state` is then what it was at
-        the start of the iteration that failed.
+      NonFiniteError: if no member of the population has a finite gradient any more. The program's `state` is then that
+        of the last report.
     """
     until = anakin.num_iterations if until is None else until
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
@@ -242,6 +242,7 @@ def train(
         if (before.learner.healthy & ~replay.state.learner.healthy).any():
             failure = _find_failure(anakin, before, count)
             if not replay.state.learner.healthy.any():
+                replay.load(before)
                 raise failure
         iteration += count
         env_steps, seconds = replay.state.env_steps.tolist(), time.perf_counter() - began

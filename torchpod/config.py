@@ -76,9 +76,10 @@ class AlgoConfig:
     """Which agent, and how it learns."""
 
     name: str
+    """Of algos.MAKERS, or `path/to/my_agent.py:MyAgent`."""
     unroll_length: int
     agent: dict[str, Any]
-    """Fields of the agent's own config dataclass."""
+    """Fields of the agent's own config dataclass; of an agent of the user's, those that were given."""
     learner: LearnerConfig
 
 
@@ -142,7 +143,7 @@ class TrainConfig:
     def experiment(self) -> str:
         """The folder below runs/ that this run belongs to."""
         env = self.env.get("task") or Path(self.env["name"]).stem.split(":")[-1]
-        return self.experiment_name or f"{self.algo.name}_{env}".replace("/", "-")
+        return self.experiment_name or f"{Path(self.algo.name).stem}_{env}".replace("/", "-")
 
     @property
     def num_iterations(self) -> int:
@@ -168,8 +169,8 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
       ConfigError: for anything that does not exist or does not fit.
     """
-    custom = [item for item in overrides if _names_file(item)]
-    plain = ["env=custom" if item in custom else item for item in _with_loop(overrides)]
+    custom = {_key(item): item for item in overrides if _names_file(item)}
+    plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in _with_loop(overrides)]
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
@@ -182,12 +183,12 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
     assert isinstance(values, dict)
-    if custom:
+    settings = typing.cast(dict[str, Any], values)
+    for group, item in custom.items():
         # In full, so that the run can be resumed and evaluated from any folder.
-        path, colon, attribute = custom[-1].partition("=")[2].partition(".py")
-        name = f"{Path(path).resolve()}{colon}{attribute}"
-        values["env"] = {**values["env"], "name": name}
-    return dataclasses.replace(from_dict(typing.cast(dict[str, Any], values)), given=tuple(map(_key, overrides)))
+        path, colon, attribute = item.partition("=")[2].partition(".py")
+        settings[group] = {**settings[group], "name": f"{Path(path).resolve()}{colon}{attribute}"}
+    return dataclasses.replace(from_dict(settings), given=tuple(map(_key, overrides)))
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainConfig:
@@ -265,14 +266,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _register() -> None:
     store = ConfigStore.instance()
-    for name, (_, config_class) in algos.MAKERS.items():
+    agents = {f"{name}_defaults": (name, config()) for name, (_, config) in algos.MAKERS.items()}
+    for choice, (name, agent) in (agents | {"custom": ("custom", None)}).items():
         node = {
             "name": name,
             "unroll_length": 128,
-            "agent": dataclasses.asdict(config_class()),
+            "agent": dataclasses.asdict(agent) if agent is not None else {},
             "learner": dataclasses.asdict(LearnerConfig()),
         }
-        store.store(group="algo", name=f"{name}_defaults", node=_plain(node))
+        store.store(group="algo", name=choice, node=_plain(node))
     store.store(group="env", name="custom", node={"name": "custom"})
 
 
@@ -290,9 +292,9 @@ def _with_loop(overrides: Sequence[str]) -> list[str]:
 
 
 def _names_file(override: str) -> bool:
-    """`env=path/to/my_env.py:MyEnv` is no choice of a group but names a file of the user's."""
+    """`env=path/to/my_env.py:MyEnv` is no choice of a group but names a file of the user's; so does `algo=`."""
     key, _, value = override.partition("=")
-    return key == "env" and (".py:" in value or value.endswith(".py"))
+    return key in ("algo", "env") and (".py:" in value or value.endswith(".py"))
 
 
 def _key(override: str) -> str:
@@ -310,25 +312,24 @@ def _check_override(override: str, base: Sequence[str]) -> None:
     if key in GROUPS:
         if not _known(override):
             value = override.partition("=")[2]
-            file = " A class of your own is env=path/to/file.py:Class." if key == "env" else ""
+            file = f" A class of your own is {key}=path/to/file.py:Class." if key in ("algo", "env") else ""
             raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{file}")
     elif not override.startswith("+") and key.startswith("members."):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif key.removeprefix("loop.") in _SEBULBA and key not in base:
         raise ConfigError(f"{key} is a setting of the other loop; add loop=sebulba.")
-    elif not override.startswith("+") and key.startswith("env.") and key not in base and _takes_more(key, base):
+    elif not override.startswith("+") and key not in base and _takes_more(key, base):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif not override.startswith("+") and key not in base:
         raise ConfigError(f"{key} is no setting; {nearest(key, base)}")
 
 
 def _takes_more(key: str, base: Sequence[str]) -> bool:
-    """Whether the environment is a class of the user's, or has options that are the library's."""
-    return (
-        key == "env.transforms"
-        or "env.task" in base
-        or not any(key.startswith("env.") and key != "env.name" for key in base)
-    )
+    """Whether the environment or agent that it belongs to is of the user's, or has options that are the library's."""
+    if key.startswith("algo.agent."):
+        return not any(known.startswith("algo.agent.") for known in base)
+    more = "env.task" in base or not any(known.startswith("env.") and known != "env.name" for known in base)
+    return key == "env.transforms" or (key.startswith("env.") and more)
 
 
 def _keys(tree: Any, prefix: str = "") -> list[str]:

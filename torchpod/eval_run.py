@@ -10,19 +10,22 @@ from torchpod.agent import variables_of
 from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.evaluate import evaluate
+from torchpod.evaluate import Evaluation, evaluate
 from torchpod.makers import make_agent, make_env
 from torchpod.run_folder import read_config
-from torchpod.summary import eval_return
+from torchpod.summary import eval_return, unfinished
+from torchpod.watched import watched
 
 
 def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
-    """A line of JSON: `{mean, iqm, ci95, episodes, unfinished, checkpoint}`; one line per member of a population.
+    """A line of JSON; one line per member of a population.
 
-    `ci95` is the 95 % bootstrap interval of the IQM.
+    `{mean, iqm, ci95, episodes, unfinished_episodes, unfinished_steps, checkpoint}`: `ci95` is the 95 % bootstrap
+    interval of the IQM; episodes that did not end were cut at `unfinished_steps`.
 
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.
+      HostError: if an environment on the host failed or does not come back.
     """
     if episodes < 1:
         raise ValueError(f"--episodes {episodes} must be at least 1.")
@@ -38,11 +41,11 @@ def eval_run(run_dir: Path, *, episodes: int, seed: int | None = None) -> str:
     key = random.fold_in(random.key(config.seed if seed is None else seed), EVAL_STREAM)
     torch.set_num_threads(1)
     compiler = Compiler(False, config.population)
-    score = evaluate(agent, env, weights, key, num_episodes=episodes, compiler=compiler)
+    env = watched(env, "the evaluation", config.loop.timeout_s)
+    score = evaluate(agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs)
     lines = []
-    for returns, finished in zip(
-        score.returns.reshape(-1, episodes), score.finished.reshape(-1, episodes), strict=True
-    ):
-        result = eval_return(returns) | {"unfinished": int((~finished).sum()), "checkpoint": folder.name}
+    for returns, lengths, finished in zip(*(x.reshape(-1, episodes) for x in score), strict=True):
+        member = unfinished(Evaluation(returns, lengths, finished))
+        result = eval_return(returns) | member | {"checkpoint": folder.name}
         lines.append(json.dumps(result))
     return "\n".join(lines)

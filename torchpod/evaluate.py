@@ -16,6 +16,9 @@ from torchpod.env import Env
 from torchpod.rollout import make_step, start
 from torchpod.types import FIRST, Carry
 
+MAX_STEPS = 10_000
+"""Where an episode without a time limit is cut."""
+
 
 class Evaluation(NamedTuple):
     """Outcome per episode; a leading P axis in a population."""
@@ -37,6 +40,7 @@ def evaluate(
     num_episodes: int,
     compiler: Compiler | None = None,
     max_steps: int | None = None,
+    num_envs: int | None = None,
 ) -> Evaluation:
     """Plays one episode in each of `num_episodes` environments.
 
@@ -47,12 +51,31 @@ def evaluate(
       key: `[3]`; every member of a population plays the same episodes.
       num_episodes: E.
       compiler: how to compile; eager if None.
-      max_steps: stop unfinished episodes here; by default at the time limit of the environment, else 10,000.
+      max_steps: stop unfinished episodes here; by default at the time limit of the environment, else `MAX_STEPS`.
+      num_envs: how many environments on the host there may be at once: more episodes are played in rounds.
     """
     compiler = compiler or Compiler(enabled=False)
-    step = make_step(agent, env, explore=False)
-    keys = random.split(key, 2)
-    env_keys, actor_keys = random.split(keys[0], num_episodes), random.split(keys[1], num_episodes)
+    max_steps = max_steps or env.spec.max_episode_steps or MAX_STEPS
+    each = num_episodes if env.traits.pure else num_envs or num_episodes
+    shares = [random.split(k, num_episodes).split(each) for k in random.split(key, 2)]
+    rounds = [
+        _play(agent, env, variables, env_keys, actor_keys, compiler, max_steps)
+        for env_keys, actor_keys in zip(*shares, strict=True)
+    ]
+    return Evaluation(*(torch.cat(parts, -1) for parts in zip(*rounds, strict=True)))
+
+
+def _play(
+    agent: Agent,
+    env: Env,
+    variables: Variables,
+    env_keys: Tensor,
+    actor_keys: Tensor,
+    compiler: Compiler,
+    max_steps: int,
+) -> Evaluation:
+    """One episode per key, all at once."""
+    step, num_episodes, device = make_step(agent, env, explore=False), len(env_keys), env_keys.device
 
     def advance(
         variables: Variables, carry: Carry, env_keys: Tensor, actor_keys: Tensor, score: Evaluation
@@ -68,9 +91,9 @@ def evaluate(
     with torch.no_grad():
         carry = start(agent, env, env_keys)
         score = Evaluation(
-            torch.zeros(num_episodes, device=key.device),
-            torch.zeros(num_episodes, dtype=torch.int64, device=key.device),
-            torch.zeros(num_episodes, dtype=torch.bool, device=key.device),
+            torch.zeros(num_episodes, device=device),
+            torch.zeros(num_episodes, dtype=torch.int64, device=device),
+            torch.zeros(num_episodes, dtype=torch.bool, device=device),
         )
         state = (carry, env_keys, actor_keys, score)
         if compiler.population > 1:
@@ -78,7 +101,7 @@ def evaluate(
         carry, env_keys, actor_keys, score = state
         pure = env.traits.pure
         compiled = compiler(advance) if pure else advance
-        for i in range(max_steps or env.spec.max_episode_steps or 10_000):
+        for i in range(max_steps):
             carry, score = compiled(variables, carry, env_keys, actor_keys, score)
             if (i % 32 == 31 or not pure) and bool(score.finished.all()):
                 break

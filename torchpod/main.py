@@ -16,6 +16,7 @@ from torchpod.distributed import RankError, SplitError
 from torchpod.run import NonFiniteErrorInRun, Run, execute
 from torchpod.sebulba import ActorError
 from torchpod.stop import Interrupted
+from torchpod.watched import HostError
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _report(error)
         return 1
-    except ActorError as error:
+    except (ActorError, HostError) as error:
         if error.__cause__ is not None:  # of an environment or an agent, so that its author sees where
             traceback.print_exception(error.__cause__)
         _report(error)
@@ -79,10 +80,13 @@ def _train(overrides: list[str]) -> int:
         return 0
     run = execute(load(overrides))
     if run.summary:
-        score = run.summary["eval_return"]
+        score, cut = run.summary["eval_return"], ""
+        if run.summary["unfinished_episodes"]:
+            cut = f", {run.summary['unfinished_episodes']} of them cut at {run.summary['unfinished_steps']:,} steps"
         print(
             f"eval return {score['mean']:.1f} (IQM {score['iqm']:.1f}, 95 % CI of the IQM [{score['ci95'][0]:.1f}, "
-            f"{score['ci95'][1]:.1f}], {score['episodes']} episodes) after {run.summary['env_steps']:,} env steps; "
+            f"{score['ci95'][1]:.1f}], {score['episodes']} episodes{cut}) "
+            f"after {run.summary['env_steps']:,} env steps; "
             f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s, {run.summary['compile_s']:.1f} s compilation"
         )
         if "best_member" in run.summary:
@@ -147,8 +151,8 @@ def train(**settings: Any) -> Run:
 
     Args:
       **settings: the keys of configs/train.yaml; nested ones as dicts: `checkpoint={"keep": 1}`. `env` may be an
-        environment object. `overrides` is a list in the grammar of the command line, e.g.
-        `["algo.learner.learning_rate=1e-3"]`.
+        environment object; `algo` and `env` may name a class in a file, as in "my_agent.py:MyAgent". `overrides` is a
+        list in the grammar of the command line, e.g. `["algo.learner.learning_rate=1e-3"]`.
 
     Returns:
       The finished run.

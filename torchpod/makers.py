@@ -1,9 +1,10 @@
 """Environments and agents from their configuration: the ones shipped by name, a user's own by file."""
 
-import functools
+import dataclasses
 import importlib.util
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, nearest
 from torchpod.env import Env, close_all
 from torchpod.envs.transforms import TRANSFORMS
 from torchpod.specs import EnvSpec
+from torchpod.watched import sentence
 
 
 def make_env(config: Mapping[str, Any] | str) -> Env:
@@ -68,20 +70,73 @@ def _make_bare(config: dict[str, Any]) -> Env:
         env = maker(**arguments)
         if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
             env.close()
-            return envs.Gymnasium(functools.partial(maker, **arguments), **wrapping)
+            return envs.Gymnasium(_HostMaker(str(Path(config["name"]).resolve()), arguments, maker), **wrapping)
     except Exception as error:
-        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
-        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {kind}{error}") from error
+        told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
+        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {told}") from error
     if wrapping:
         raise ConfigError(f"env={config['name']} takes no argument processes; it is no gymnasium.Env.")
     return env
 
 
+@dataclasses.dataclass(frozen=True)
+class _HostMaker:
+    """Makes a `gymnasium.Env`. A worker process, which has not imported the user's file, does so when it unpickles."""
+
+    name: str
+    arguments: dict[str, Any]
+    maker: Callable[..., Any]
+
+    def __call__(self) -> Any:
+        return self.maker(**self.arguments)
+
+    def __reduce__(self) -> Any:
+        return _host_maker, (self.name, self.arguments)
+
+
+def _host_maker(name: str, arguments: dict[str, Any]) -> _HostMaker:
+    return _HostMaker(name, arguments, _find(name, envs.MAKERS, "env"))
+
+
 def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
     """A function that builds the agent of an algorithm for an environment."""
-    agent_class, config_class = _find(config.name, algos.MAKERS, "algo")
+    found = _find(config.name, algos.MAKERS, "algo")
+    agent_class, config_class = found if isinstance(found, tuple) else (found, _config_class(found, config.name))
+    for field in dataclasses.fields(config_class):
+        has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+        if not has_default and field.name not in config.agent:
+            raise ConfigError(f"algo={config.name} needs a setting; add +algo.agent.{field.name}=VALUE.")
     agent_config = build(config_class, config.agent, "algo.agent.")
-    return lambda: agent_class(spec, agent_config)
+
+    def make() -> Agent:
+        try:
+            return agent_class(spec, agent_config)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"algo={config.name} cannot be made for {spec.name}: {sentence(error)} "
+                "TORCHPOD_TRACEBACK=1 shows where."
+            ) from error
+
+    return make
+
+
+def _config_class(agent_class: Any, name: str) -> type:
+    """The dataclass that the second argument of an agent's constructor is annotated with."""
+    if not (inspect.isclass(agent_class) and issubclass(agent_class, Agent)):
+        raise ConfigError(f"algo={name} is no subclass of torchpod.agent.Agent.")
+    arguments = list(inspect.signature(agent_class).parameters)
+    try:
+        config_class = typing.get_type_hints(agent_class.__init__)[arguments[1]]
+    except (IndexError, KeyError, NameError):
+        config_class = None
+    if not (inspect.isclass(config_class) and dataclasses.is_dataclass(config_class)):
+        raise ConfigError(
+            f"algo={name} takes {', '.join(arguments)}; its constructor must take the spec of the environment and "
+            "settings, annotated with their dataclass: def __init__(self, spec: EnvSpec, config: MyConfig)."
+        )
+    return config_class
 
 
 def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
@@ -89,7 +144,7 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     if name in makers:
         return makers[name]
     if name.endswith(".py"):
-        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyEnv.")
+        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyClass.")
     path, _, attribute = name.rpartition(":")
     if not path.endswith(".py"):
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
@@ -97,7 +152,7 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
         raise ConfigError(
             f"{group}={name}: there is no file {path}; give {group}=PATH.py:{attribute} with where it is now."
         )
-    spec = importlib.util.spec_from_file_location(f"_torchpod_user_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(f"_torchpod_{group}_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
@@ -105,8 +160,7 @@ def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(
-            f"{group}={name}: {path} cannot be imported: {type(error).__name__}: {error} "
-            "(TORCHPOD_TRACEBACK=1 shows where)."
+            f"{group}={name}: {path} cannot be imported: {sentence(error)} TORCHPOD_TRACEBACK=1 shows where."
         ) from error
     if not callable(getattr(module, attribute, None)):
         public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]

@@ -181,6 +181,7 @@ class ConsoleSink:
     Args:
       total_env_steps: of the whole run, as planned; resets take a part of them.
       num_iterations: of the whole run: what the bar, the percentage and the time left go by.
+      advice: what makes the environments faster, for when the learner waits for them.
       every_s: seconds between two plain lines.
       console: where to write; standard output if None.
       clock: the time in seconds.
@@ -191,12 +192,13 @@ class ConsoleSink:
         total_env_steps: int,
         num_iterations: int,
         *,
+        advice: str = "raise loop.num_actor_threads",
         every_s: float = 5.0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._num_iterations = total_env_steps, num_iterations
-        self._every_s, self._clock = every_s, clock
+        self._advice, self._every_s, self._clock = advice, every_s, clock
         self._console = console or Console(file=sys.stdout)
         self._history: collections.deque[tuple[float, int, int]] = collections.deque()
         self._shown_at, self._unshown = -math.inf, None
@@ -251,7 +253,7 @@ class ConsoleSink:
         ]
         losses = [f"{key.replace('_', ' ')} {_show_number(_number(row[key]))}" for key in row if _is_loss(key)]
         losses.sort(key=lambda text: not text.startswith("loss "))
-        tail = [*_starving(row), f"ETA {_show_duration(left_s)}"]
+        tail = [*_starving(row, self._advice), f"ETA {_show_duration(left_s)}"]
         # What does not fit beside the bar and the percentage is left out, but never the time left.
         while losses and self._progress and len("  ".join(head + losses + tail)) > self._console.width - _BAR_WIDTH - 6:
             losses.pop()
@@ -322,7 +324,7 @@ def _number(value: float | int | list[float]) -> float:
     return _mean(value) if isinstance(value, list) else value
 
 
-def _starving(row: Row) -> list[str]:
+def _starving(row: Row, advice: str) -> list[str]:
     """Of Sebulba: which side the other waits for, and what to change (docs/loops.md)."""
     if "learner_wait" not in row:
         return []
@@ -334,7 +336,7 @@ def _starving(row: Row) -> list[str]:
         return ["actors and learner take turns: raise loop.lag"]
     if learner > 0.5:
         sides = {
-            "environments: raise env.num_threads": in_env,
+            f"environments: {advice}": in_env,
             "inference: raise num_envs": in_inference,
             "transfers: raise loop.pools_per_actor": in_transfer,
         }

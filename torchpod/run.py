@@ -46,6 +46,7 @@ from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
 from torchpod.testing import ContractError, check_env
 from torchpod.types import Tree
+from torchpod.watched import HostError, sentence, watched, watching
 
 
 @dataclass
@@ -77,7 +78,8 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
       ConfigError, ValueError: if the settings cannot work.
       CheckpointError: if `resume` names something that cannot be resumed.
       OSError: if the run folder cannot be written.
-      NonFiniteError: if a gradient was not finite; the trajectory is then in RUN/nan/.
+      NonFiniteErrorInRun: if a gradient was not finite; the trajectory is then in RUN/nan/.
+      ActorError, HostError: if an environment on the host failed or does not come back.
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     if env is not None:
@@ -123,15 +125,19 @@ def _execute(
 ) -> Run:
     if config.population > 1 and ranks.world_size > 1:
         raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
-    env = env or make_env(config.env)
+    if env is None:
+        with watching(f"env={config.env['name']} has not come back from being made", config.loop.timeout_s):
+            env = make_env(config.env)
     if config.env["name"] not in MAKERS:
-        _check_contract(env, config.env["name"], device)
+        _check_contract(env, config, device)
     make = make or make_agent(config.algo, env.spec)
     loop = _make_loop(config, env, make, ranks, device)
     try:
         started = _start(config, loop, source, ranks)
-    except BaseException:
+    except BaseException as error:
         _close(loop)
+        if isinstance(error, HostError) and error.__cause__ is not None:
+            raise ConfigError(f"{error} TORCHPOD_TRACEBACK=1 shows where.") from error
         raise
     if isinstance(started, Run):
         _close(loop)
@@ -161,7 +167,7 @@ def _start(
         _, loaded, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
         state = cast(RunState, loaded)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
-        if ranks.rank == 0 and (changed := changes(meta)):
+        if ranks.rank == 0 and (changed := changes(meta, source, config)):
             print(f"{source} goes on with other {changed} than it was written with: the bits may differ.")
         if not state.learner.healthy.any():
             raise CheckpointError(f"{source} cannot go on: a gradient was not finite, and it stopped learning there.")
@@ -192,21 +198,26 @@ def _go_on(
 ) -> Run:
     """Trains from a state on, evaluates, summarises."""
     keeper = _Keeper(config, run_dir, ranks, resumed_at or None)
-    with _logger(config, run_dir, resumed_at) if ranks.rank == 0 else contextlib.nullcontext() as logger:
+    with _logger(config, run_dir, resumed_at, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
         state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s)
     variables = state.learner.params | state.learner.buffers
     if ranks.rank == 0:
         where = device if env.traits.pure else torch.device("cpu")
-        evaluation = evaluate(
-            loop.agent,
-            env,
-            {name: x.to(where) for name, x in variables.items()},
-            random.fold_in(random.key(config.seed, where), EVAL_STREAM),
-            num_episodes=config.evaluation.episodes,
-            compiler=_compiler(config),
-        )
+        try:
+            evaluation = evaluate(
+                loop.agent,
+                watched(env, "the final evaluation", config.loop.timeout_s),
+                {name: x.to(where) for name, x in variables.items()},
+                random.fold_in(random.key(config.seed, where), EVAL_STREAM),
+                num_episodes=config.evaluation.episodes,
+                compiler=_compiler(config),
+                num_envs=ranks.share(config.num_envs, "num_envs"),
+            )
+        except HostError as error:
+            error.add_note(f"What was trained is saved; evaluate it with torchpod eval {run_dir}")
+            raise
         summary = summarise(config, evaluation, state, timing, device, ranks)
         write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
         if config.population > 1:
@@ -284,6 +295,10 @@ def _train(
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
             if wrong:
                 advice = f"The environment gave numbers that are not finite: {', '.join(wrong)}."
+            if timing.steps and ranks.world_size == 1 and keeper.saved_at != int(state.iteration.flatten()[0]):
+                keeper.save(state, timing)
+            if keeper.saved_at is not None:
+                advice += f" Iteration {keeper.saved_at}, before it, is saved in {keeper.run_dir}."
             raise NonFiniteErrorInRun(
                 f"a gradient of iteration {error.iteration} is not finite; the trajectory it came from is in {path}. "
                 + advice
@@ -341,21 +356,26 @@ def _compiler(config: TrainConfig) -> Compiler:
         raise ConfigError(str(error)) from error
 
 
-def _check_contract(env: Env, name: str, device: torch.device) -> None:
+def _check_contract(env: Env, config: TrainConfig, device: torch.device) -> None:
     """A short `check_env`: a third of a second, against hours of training on rewards that belong to other actions."""
+    name = config.env["name"]
     try:
-        check_env(env, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
+        seen = watched(env, "the check of its first 100 steps", config.loop.timeout_s)
+        check_env(seen, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
     except ContractError as error:
         raise ConfigError(f"env={name} breaks the contract: {error}") from error
     except Exception as error:
+        if isinstance(error, HostError) and error.__cause__ is None:  # it hangs
+            raise
+        cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
         raise ConfigError(
-            f"env={name} fails within 100 steps: {type(error).__name__}: {error} (TORCHPOD_TRACEBACK=1 shows where)."
-        ) from error
+            f"env={name} fails within 100 steps: {sentence(cause)} TORCHPOD_TRACEBACK=1 shows where."
+        ) from cause
     finally:
         close_all([env])
 
 
-def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
+def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, env: Env) -> Logger:
     sinks: list[Sink] = []
     if config.logger.tensorboard:
         try:
@@ -363,7 +383,8 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int) -> Logger:
         except ImportError as error:
             raise ConfigError(str(error)) from error
     if config.logger.console:
-        sinks.append(ConsoleSink(config.total_env_steps, config.num_iterations))
+        advice = getattr(env, "advice", "raise loop.num_actor_threads")
+        sinks.append(ConsoleSink(config.total_env_steps, config.num_iterations, advice=advice))
     return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 
 

@@ -73,7 +73,9 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
     for key in config.given:
         *path, name = names.get(key, key).split(".")
         old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
-        moved = key == "env" and Path(str(old.get(name))).name == Path(str(new.get(name))).name  # a file of the user's
+        moved = (
+            key in ("algo", "env") and Path(str(old.get(name))).name == Path(str(new.get(name))).name
+        )  # a file of the user's
         if moved or ".".join([*path, name]) in MAY_CHANGE or [*path, name][0] in MAY_CHANGE:
             old[name] = new[name]
         elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
@@ -159,10 +161,14 @@ def save_state(run_dir: Path, state: RunState, meta: dict[str, Any], ranks: Rank
     return checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep)
 
 
-def changes(meta: dict[str, Any]) -> str:
+def changes(meta: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
     """What bits depend on and is not as it was when a checkpoint was written; empty if nothing."""
     now = {**versions(), "threads": torch.get_num_threads()}
     then = {**meta.get("versions", {}), "threads": meta.get("threads")}
+    if config.loop.name == "sebulba":
+        before = read_config(run_dir).loop
+        for name in ("num_actor_threads", "pools_per_actor"):
+            then[f"loop.{name}"], now[f"loop.{name}"] = getattr(before, name), getattr(config.loop, name)
     return ", ".join(f"{name} ({then.get(name)} -> {now.get(name)})" for name in now if now[name] != then.get(name))
 
 

@@ -47,7 +47,7 @@ def summarise(
         summary["best_member"] = means.index(max(means))
         summary["unhealthy_members"] = (~state.learner.healthy).nonzero().flatten().tolist()
     return summary | {
-        "unfinished_episodes": int((~evaluation.finished).sum()),
+        **unfinished(evaluation),
         "env_steps": int(state.env_steps.double().mean()),
         "env_steps_per_s": timing.steps / timing.seconds if timing.seconds else None,
         "wall_s": timing.wall_s,
@@ -71,6 +71,12 @@ def eval_return(returns: Tensor) -> dict[str, Any]:
         "ci95": [float(low), float(high)],
         "episodes": int(values.size),
     }
+
+
+def unfinished(evaluation: Evaluation) -> dict[str, int]:
+    """How many episodes were cut because they did not end, and at which step, the latest; 0 if none was."""
+    steps = torch.where(evaluation.finished, 0, evaluation.lengths)
+    return {"unfinished_episodes": int((~evaluation.finished).sum()), "unfinished_steps": int(steps.max())}
 
 
 def write_members(run_dir: Path, config: TrainConfig, state: RunState, summary: dict, timing: Timing) -> None:

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.envs.arguments import at_least
-from torchpod.envs.host.gymnasium import host_timestep, spec_of, to_tensors
-from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec
+from torchpod.envs.host.gymnasium import action_of, host_timestep, spec_of, to_tensors
+from torchpod.specs import HOST, Array, Discrete, EnvSpec
 from torchpod.types import TimeStep, Tree
 
 _RESERVED = {
@@ -27,8 +27,6 @@ _RESERVED = {
 }
 """Options of EnvPool that a user may not give, and why."""
 _RENDERING = {"from_pixels", "render_mode", "render_env_id", "render_width", "render_height", "render_camera_id"}
-_UNBOUNDED = 1e6  # EnvPool writes "no bound" as 1e10, or as the range of a double
-_MAX_JOINT = 10_000  # actions of several integers, numbered
 
 
 class EnvPool:
@@ -57,6 +55,8 @@ class EnvPool:
     """
 
     traits = HOST
+    advice = "raise env.num_threads"
+    """What makes steps faster, for the progress line."""
 
     def __init__(self, task: str, *, num_threads: int = 1, **options: Any) -> None:
         at_least(1, num_threads=num_threads)
@@ -75,7 +75,7 @@ class EnvPool:
         if config.max_num_players > 1:
             raise ValueError(f"{task} has up to {config.max_num_players} players; choose an environment with one.")
         observation = spec_of(observation_space, f"{task}: observation_space")
-        action, self._to_native = _action_of(action_space, f"{task}: action_space")
+        action, self._to_native = action_of(action_space, f"{task}: action_space")
         if isinstance(observation, dict) and "action_mask" in observation and isinstance(action, Discrete):
             if math.prod(mask := observation["action_mask"].shape) != action.num_values:
                 wrong = f"action_mask is {list(mask)}, not one entry for each of {action.num_values} joint actions"
@@ -152,26 +152,6 @@ class EnvPool:
             mask = tensors["action_mask"].flatten(1)
             tensors["action_mask"] = mask | ~mask.any(-1, keepdim=True)
         return tensors
-
-
-def _action_of(space: Any, where: str) -> tuple[Box | Discrete, Callable[[np.ndarray], np.ndarray]]:
-    """The spec of an action space, and the function that turns actions of the spec into EnvPool's."""
-    from gymnasium import spaces
-
-    if not isinstance(space, spaces.Box):
-        return spec_of(space, where, action=True), lambda action: action
-    low, high = space.low, space.high
-    if space.dtype is not None and space.dtype.kind != "f":
-        counts = tuple((high.astype(int) + 1).tolist())
-        if low.any() or space.shape != (len(counts),) or math.prod(counts) > _MAX_JOINT:
-            raise ValueError(f"{where} is {space}, more than {_MAX_JOINT} joint actions; choose another environment.")
-        return Discrete(math.prod(counts)), lambda action: np.stack(np.unravel_index(action, counts), -1)
-    if max(abs(low).max(), abs(high).max()) > _UNBOUNDED:
-        return Box(space.shape), lambda action: action
-    if (low == low.flat[0]).all() and (high == high.flat[0]).all():
-        return Box(space.shape, float(low.flat[0]), float(high.flat[0])), lambda action: action.clip(low, high)
-    center, half = (high + low) / 2, (high - low) / 2
-    return Box(space.shape, -1.0, 1.0), lambda action: (center + half * action).clip(low, high)
 
 
 @contextmanager

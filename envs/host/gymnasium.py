@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,8 @@ from torchpod import random
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
 from torchpod.types import MID, TimeStep, Tree
 
+_UNBOUNDED = 1e6  # EnvPool writes "no bound" as 1e10, or as the range of a double; Gymnasium as infinity
+_MAX_JOINT = 10_000  # actions of several integers, numbered
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
 
@@ -27,7 +30,8 @@ class Gymnasium:
     Gymnasium's vector environments reset at the step after the last (`AutoresetMode.NEXT_STEP`), as the contract
     wants it: the final observation is seen, and the step that resets is a `FIRST`. The keys of `init` seed the
     environments, once; from then on they draw from their own generators, and the keys of `step` are not used.
-    Actions are clipped to their bounds.
+    Float actions are clipped to their bounds; where bounds differ from entry to entry, the spec says [-1, 1] and
+    actions are scaled. Actions of several integers are numbered and become one Discrete.
 
     Args:
       task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
@@ -38,7 +42,7 @@ class Gymnasium:
 
     Raises:
       ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict of
-        these; if the action is neither Box nor Discrete; or if options are given without an id.
+        these; if the action is neither Box nor Discrete, or has too many values; or if options are given without an id.
     """
 
     traits = HOST
@@ -50,9 +54,11 @@ class Gymnasium:
             raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {task} yourself.")
         self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
         self._processes = processes
+        self.advice = "raise loop.pools_per_actor" if processes else "set env.processes=true"
+        """What makes steps faster, for the progress line."""
         self._envs: Any = None
         self._native: Any = None
-        self._pending = False
+        self._pending = ""
         self._was_last = np.zeros(0, bool)
         try:
             probe = self._make()
@@ -60,14 +66,9 @@ class Gymnasium:
             raise ValueError(str(error)) from error
         name = task if isinstance(task, str) else getattr(task, "__name__", type(probe).__name__)
         limit = probe.spec.max_episode_steps if probe.spec is not None else None
-        self.spec = EnvSpec(
-            name,
-            spec_of(probe.observation_space, f"{name}: observation_space"),
-            spec_of(probe.action_space, f"{name}: action_space", action=True),
-            limit,
-            truncates_early=True,
-        )
-        self._first_action = getattr(probe.action_space, "start", 0)  # Discrete actions may begin elsewhere
+        observation = spec_of(probe.observation_space, f"{name}: observation_space")
+        action, self._to_native = action_of(probe.action_space, f"{name}: action_space")
+        self.spec = EnvSpec(name, observation, action, limit, truncates_early=True)
         probe.close()
 
     def init(self, keys: Tensor) -> tuple[None, TimeStep]:
@@ -82,7 +83,10 @@ class Gymnasium:
         else:
             self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
         seeds = random.bits(keys, 1)[:, 0].tolist()
-        observation, _ = self._envs.reset(seed=seeds)
+        self._pending = "reset"
+        with self._naming_what_went_wrong():
+            observation, _ = self._envs.reset(seed=seeds)
+        self._pending = ""
         self._was_last = np.ones(len(seeds), bool)
         return None, self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
 
@@ -93,45 +97,47 @@ class Gymnasium:
 
     def send(self, action: Tensor) -> None:
         """Starts a step: with `processes`, they work until `recv`; otherwise the step is done there."""
-        native = action.numpy()
-        if isinstance(self.spec.action, Box):
-            native = native.clip(self.spec.action.low, self.spec.action.high)
-        else:
-            native = native + self._first_action
-        with self._naming_a_lost_worker():
+        native = self._to_native(action.numpy())
+        with self._naming_what_went_wrong():
             if self._processes:
                 self._envs.step_async(native)
-        self._native, self._pending = native, True
+        self._native, self._pending = native, "step"
 
     def recv(self) -> TimeStep:
         """Waits for the step that `send` started."""
-        with self._naming_a_lost_worker():
+        with self._naming_what_went_wrong():
             result = self._envs.step_wait() if self._processes else self._envs.step(self._native)
-        self._pending = False  # not before: what interrupts the wait leaves answers in the pipes
+        self._pending = ""  # not before: what interrupts the wait leaves answers in the pipes
         observation, reward, terminated, truncated, _ = result
         return self._timestep(observation, reward, terminated, truncated)
 
     @contextlib.contextmanager
-    def _naming_a_lost_worker(self) -> Iterator[None]:
+    def _naming_what_went_wrong(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error
+        except ValueError as error:  # perhaps of NumPy, which names no environment
+            space = self._envs.single_observation_space
+            for observation in getattr(self._envs, "_env_obs", ()):
+                if (wrong := _misshapen(observation, space)) is not None:
+                    raise ValueError(f"{self.spec.name} gave an observation {wrong}; make them agree.") from error
+            raise
 
     def close(self) -> None:
         """Ends worker processes and frees what the environments hold."""
         if self._envs is None:
             return
         envs, self._envs = self._envs, None
-        pending, self._pending = self._pending, False
+        pending, self._pending = self._pending, ""
         if not self._processes:
             envs.close()
             return
         try:
-            if pending:  # a step that nobody waits for any more; workers that answer end in order
-                envs.step_wait(timeout=_LAST_STEP_S)
+            if pending:  # and nobody waits for it any more; workers that answer end in order
+                getattr(envs, f"{pending}_wait")(timeout=_LAST_STEP_S)
             envs.close()
         except Exception:  # a worker hangs, failed, or is gone
             for process in envs.processes:
@@ -182,6 +188,19 @@ def _repeating(env: Any, num: int) -> Any:
     return Repeating(env)
 
 
+def _misshapen(observation: Any, space: Any) -> str | None:
+    """Which part of an observation has another shape than in its space; None if none has."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        parts = (_misshapen(observation[name], inner) for name, inner in space.items())
+        return next((part for part in parts if part is not None), None)
+    found = np.shape(observation)
+    if observation is None or found == space.shape:
+        return None
+    return f"of shape {list(found)}, and the space says {list(space.shape)}"
+
+
 def _in_worker(make: Callable[[], Any]) -> Any:
     """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself."""
     if multiprocessing.parent_process() is not None:  # Gymnasium makes one in the run's own process too, to look at
@@ -217,31 +236,53 @@ def host_timestep(
     return TimeStep(step_type, reward_, discount, observation, extras), last
 
 
-def spec_of(space: Any, where: str, *, action: bool = False) -> SpecTree:
-    """The spec of a Gymnasium space. Images of bytes `[C, H, W]` become `[H, W, C]`, as everywhere here.
+def action_of(space: Any, where: str) -> tuple[Box | Discrete, Callable[[np.ndarray], np.ndarray]]:
+    """The spec of an action space, and the function that turns actions of the spec into the space's.
 
     Raises:
-      ValueError: for a space that no agent here could read or act in.
+      ValueError: for a space that no agent here could act in.
     """
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Dict) and not action:
+    if isinstance(space, spaces.Discrete):
+        return Discrete(int(space.n)), lambda action: action + space.start
+    if not isinstance(space, spaces.Box):
+        raise ValueError(f"{where} is {space}; use Box or Discrete.")
+    low, high = space.low, space.high
+    if space.dtype is not None and space.dtype.kind != "f":
+        shape, counts = space.shape, [int(b) - int(a) + 1 for a, b in zip(low.flat, high.flat, strict=True)]
+        if math.prod(counts) > _MAX_JOINT:
+            raise ValueError(f"{where} is {space}, more than {_MAX_JOINT} joint actions; choose another environment.")
+        return Discrete(math.prod(counts)), lambda action: (
+            np.stack(np.unravel_index(action, counts), -1).reshape(-1, *shape) + low
+        ).astype(space.dtype)
+    if max(abs(low).max(), abs(high).max()) > _UNBOUNDED:
+        return Box(space.shape), lambda action: action.clip(low, high)
+    if (low == low.flat[0]).all() and (high == high.flat[0]).all():
+        return Box(space.shape, float(low.flat[0]), float(high.flat[0])), lambda action: action.clip(low, high)
+    center, half = (high + low) / 2, (high - low) / 2
+    return Box(space.shape, -1.0, 1.0), lambda action: (center + half * action).clip(low, high)
+
+
+def spec_of(space: Any, where: str) -> SpecTree:
+    """The spec of an observation space. Images of bytes `[C, H, W]` become `[H, W, C]`, as everywhere here.
+
+    Raises:
+      ValueError: for a space that no agent here could read.
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
         return {name: spec_of(inner, f"{where}[{name!r}]") for name, inner in space.items()}
-    if isinstance(space, spaces.Discrete) and (action or space.start == 0):
+    if isinstance(space, spaces.Discrete) and space.start == 0:
         return Discrete(int(space.n))
-    if isinstance(space, spaces.Box) and action:
-        low, high = float(space.low.min()), float(space.high.max())
-        if (space.low != low).any() or (space.high != high).any():
-            raise ValueError(f"{where} has bounds that differ from entry to entry; wrap it in RescaleAction(-1, 1).")
-        return Box(space.shape, low, high)
     if isinstance(space, spaces.Discrete):
         return Array(())  # a number that may be negative, or never 0: no index
-    if isinstance(space, spaces.Box | spaces.MultiBinary) and not action:
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         channels_first = len(space.shape) == 3 and dtype == torch.uint8 and space.shape[0] < min(space.shape[1:])
         return Array((*space.shape[1:], space.shape[0]) if channels_first else space.shape, dtype)
-    choice = "Box or Discrete" if action else "Box, Discrete, MultiBinary, or Dict of these"
-    raise ValueError(f"{where} is {space}; use {choice}.")
+    raise ValueError(f"{where} is {space}; use Box, Discrete, MultiBinary, or Dict of these.")
 
 
 def to_tensors(observation: Any, spec: SpecTree) -> Tree:

@@ -2,6 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests.interop.test_tensordicts import B, T, collect
 from torchpod.algos import A2C, IMPALA, PPO
@@ -14,8 +17,13 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 def test_the_block_trains_on_an_environment_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(compile(BLOCKS[1], "docs/loops.md", "exec"), {"__name__": "loops"})
+    names: dict[str, Any] = {"__name__": "loops"}
+    exec(compile(BLOCKS[1], "docs/loops.md", "exec"), names)
     assert float(capsys.readouterr().out) > 12  # 10 by chance
+    (names["run"].dir / "nan").mkdir()
+    torch.save({".timestep.reward": torch.tensor([0.0, torch.nan])}, names["run"].dir / "nan" / "iteration-1-rank-0.pt")
+    exec(compile(BLOCKS[2], "docs/loops.md", "exec"), names)
+    assert capsys.readouterr().out == ".timestep.reward (2,) not finite\n"
 
 
 def test_the_block_turns_trajectories_into_tensordicts_and_back():
@@ -24,7 +32,7 @@ def test_the_block_turns_trajectories_into_tensordicts_and_back():
     exec(compile(BLOCKS[0], "docs/loops.md", "exec"), names)
     assert names["steps"].batch_size == (B, T)
     assert names["again"].output.action.shape == (T, 2 * B)
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 def test_the_lags_named_are_those_of_the_agents():

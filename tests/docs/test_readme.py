@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PAGE = (ROOT / "docs" / "write-an-environment.md").read_text()
+ENV_PAGE = (ROOT / "docs" / "write-an-environment.md").read_text()
+AGENT_PAGE = (ROOT / "docs" / "write-an-agent.md").read_text()
 SMALL = ["compile=false", "logger.console=false", "num_envs=8", "total_env_steps=512", "algo.unroll_length=16"]
 SMALL += ["evaluation.episodes=2"]
 # What `make` runs is run by whoever types it; the suite behind `bench` takes half an hour, and has tests of its own.
@@ -55,7 +56,7 @@ def test_make_targets_named_in_the_readme_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-COMMANDS = [c for text in (README, PAGE) for c in commands(text) if not c.startswith(ELSEWHERE)]
+COMMANDS = [c for text in (README, ENV_PAGE, AGENT_PAGE) for c in commands(text) if not c.startswith(ELSEWHERE)]
 
 
 def test_the_pages_have_commands():
@@ -66,12 +67,13 @@ def test_the_pages_have_commands():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a run in it, and with a reader's own environment."""
+    """A folder with a run in it, and with a reader's own environment and agent."""
     path = tmp_path_factory.mktemp("reader")
-    source = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
-    for name in ("my_env.py", "path/to/my_env.py"):
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / "path" / "to").mkdir(parents=True)
+    for name, page in {"my_env.py": ENV_PAGE, "my_agent.py": AGENT_PAGE}.items():
+        source = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
         (path / name).write_text(source)
+        (path / "path" / "to" / name).write_text(source)
     run(path, ["torchpod", "train", "experiment=cartpole", *SMALL])
     return path
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,10 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium
 import pytest
+import torch
 
-from torchpod import checkpoint
+from torchpod import checkpoint, random
+from torchpod.env import close_all
 from torchpod.main import main
+from torchpod.makers import make_env
+from torchpod.metrics import ConsoleSink
+from torchpod.sebulba import Sebulba
+from torchpod.watched import HostError, Watched
 
 SMALL = (
     "loop=sebulba",
@@ -27,6 +35,7 @@ SMALL = (
 STEPS = 4 * 8
 ENVIRONMENT = '''
 import time
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -55,6 +64,45 @@ class Corridor(gymnasium.Env):
 
     def _observe(self):
         return np.array([self.position / self.length], np.float32)
+
+
+class Stuck(Corridor):
+    """Sleeps for a minute where it is told to, or fails there."""
+
+    def __init__(self, where, how="sleeps"):
+        super().__init__()
+        self.where, self.how = where, how
+
+    def reset(self, *, seed=None, options=None):
+        self.stop("reset")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.stop("check")
+        if self.count == 150:
+            self.stop("training")
+        if any(Path("run").glob("checkpoints/0*")):
+            self.stop("evaluation")
+        return super().step(action)
+
+    def stop(self, where):
+        if where == self.where and self.how == "fails":
+            raise LookupError("no way on")
+        if where == self.where:
+            time.sleep(60)
+
+
+class ClosedError(Exception):
+    """Of the file's own."""
+
+
+class Guarded(Corridor):
+    """Ends with an exception that only this file knows."""
+
+    def step(self, action):
+        if self.count == 120:
+            raise ClosedError("the guard went home")
+        return super().step(action)
 
 
 class Spaceless(gymnasium.Env):
@@ -133,6 +181,85 @@ def test_a_broken_environment_leaves_a_checkpoint_and_its_traceback(capsys):
 
 
 @pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("reset", "has not come back in the check of its first 100 steps"),
+        ("check", "has not come back in the check of its first 100 steps"),
+        ("training", "has not come back in training"),
+        ("evaluation", "has not come back in the final evaluation"),
+    ],
+)
+def test_an_environment_that_hangs_in_the_main_thread_ends_the_run(capsys, where, message):
+    env = ("env=corridor.py:Stuck", f"+env.where={where}")
+    settings = ("loop.timeout_s=1", "loop.num_actor_threads=0", f"total_env_steps={40 * STEPS}")
+    began = time.monotonic()
+    assert train(*env, *settings, "run_dir=run") == 1
+    assert time.monotonic() - began < 10
+    error = capsys.readouterr().err
+    sentence = f"torchpod: error: Stuck {message} for 1 s; if it may take so long, raise loop.timeout_s=1."
+    if where == "training":
+        sentence += f" Iteration {int(checkpoint.latest(Path('run')).name)} is saved; go on with resume=run"
+    if where == "evaluation":
+        sentence += " What was trained is saved; evaluate it with torchpod eval run"
+    assert error == sentence + "\n"
+
+
+@pytest.mark.parametrize(("where", "timeout_s"), [("check", 1.0), pytest.param("reset", 15.0, marks=pytest.mark.slow)])
+def test_a_worker_process_that_hangs_is_ended_and_not_waited_for(where, timeout_s):
+    env, keys = make_env({"name": "corridor.py:Stuck", "where": where, "processes": True}), torch.zeros(1, 3).long()
+    with pytest.raises(HostError, match="Stuck has not come back in a test"):
+        if where == "check":
+            env.init(keys)
+            Watched(env, "a test", timeout_s).step(None, torch.zeros(1).long(), keys)
+        Watched(env, "a test", timeout_s).init(keys)
+    began = time.monotonic()
+    close_all([env])
+    assert time.monotonic() - began < 5 and multiprocessing.active_children() == []
+
+
+def test_an_environment_that_fails_in_the_main_thread_is_reported_like_an_actors(capsys):
+    env = ("env=corridor.py:Stuck", "+env.where=evaluation", "+env.how=fails")
+    assert train(*env, f"total_env_steps={STEPS}", "run_dir=run") == 1
+    *trace, message = capsys.readouterr().err.splitlines()
+    assert trace[0].startswith("Traceback") and any("corridor.py" in line for line in trace)
+    assert message == (
+        "torchpod: error: Stuck failed in the final evaluation: LookupError: no way on. "
+        "What was trained is saved; evaluate it with torchpod eval run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("sleeps", "has not come back in its first reset for 1 s; if it may take so long, raise loop.timeout_s=1."),
+        ("fails", "failed in its first reset: LookupError: no way on. TORCHPOD_TRACEBACK=1 shows where."),
+    ],
+)
+def test_an_environment_by_name_whose_first_reset_is_not_to_be_had_is_one_sentence(capsys, monkeypatch, how, message):
+    names = {"__name__": "corridor"}
+    exec(ENVIRONMENT, names)
+    entry = {"Stuck-v0": gymnasium.envs.registration.EnvSpec("Stuck-v0", entry_point=names["Stuck"])}
+    monkeypatch.setattr(gymnasium.envs.registration, "registry", gymnasium.registry | entry)
+    env = ("env=gymnasium", "env.task=Stuck-v0", "+env.where=reset", f"+env.how={how}")
+    assert train(*env, "loop.timeout_s=1", "run_dir=run") == 1
+    assert capsys.readouterr().err == f"torchpod: error: Stuck-v0 {message}\n"
+    assert not Path("run").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium says it too
+def test_exceptions_of_a_file_of_ones_own_come_back_from_its_worker_process():
+    env = make_env({"name": "corridor.py:Guarded", "processes": True})
+    try:
+        env.init(random.split(random.key(0), 1))
+        with pytest.raises(Exception, match="the guard went home") as error:
+            for _ in range(200):
+                env.step(None, torch.ones(1, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64))
+        assert error.type.__name__ == "ClosedError"
+    finally:
+        close_all([env])
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["env=gymnasium", "loop=anakin"], "is not a pure tensor program; run it with loop=sebulba"),
@@ -176,10 +303,68 @@ def test_what_a_resumed_run_cannot_change_is_said(capsys):
     assert int(checkpoint.latest(Path("run")).name) == 3
 
 
-def test_a_reward_that_is_no_number_is_named(capsys):
+def test_episodes_that_do_not_end_are_named_beside_their_return(capsys, monkeypatch):
+    monkeypatch.setattr("torchpod.evaluate.MAX_STEPS", 30)
+    assert train("env=corridor.py:Corridor", "+env.length=1000", f"total_env_steps={STEPS}", "run_dir=run") == 0
+    assert ", 2 episodes, 2 of them cut at 30 steps) after " in capsys.readouterr().out
+    assert main(["eval", "run", "--episodes", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["unfinished_episodes"], told["unfinished_steps"]) == (3, 30)
+
+
+def test_the_first_row_counts_no_compilation_as_time_of_the_actors(monkeypatch):
+    def example(self, state, actors, example=Sebulba.example):
+        time.sleep(1.0)
+        return example(self, state, actors)
+
+    monkeypatch.setattr(Sebulba, "example", example)
+    assert train("env=corridor.py:Corridor", f"total_env_steps={STEPS}", "run_dir=run") == 0
+    row = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])
+    shares = ("actor_in_environment", "actor_in_inference", "actor_in_transfer", "actor_wait")
+    assert sum(row[name] for name in shares) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("env", "advice"),
+    [
+        (["env=corridor.py:Corridor"], "set env.processes=true"),
+        (["env=envpool", "env.task=CartPole-v1"], "raise env.num_threads"),
+        (["env=cartpole"], "raise loop.num_actor_threads"),
+    ],
+)
+def test_the_progress_line_advises_what_the_environment_has(env, advice, monkeypatch):
+    given = []
+
+    class Sink(ConsoleSink):
+        def __init__(self, *args, advice, **options):
+            given.append(advice)
+            super().__init__(*args, **options)
+
+    if env[0] == "env=envpool":
+        pytest.importorskip("envpool")
+    monkeypatch.setattr("torchpod.run.ConsoleSink", Sink)
+    assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
+    assert given == [advice]
+
+
+def test_a_reward_that_is_no_number_is_named_and_leaves_the_state_before_it(capsys):
     assert train("env=corridor.py:Endless", f"total_env_steps={40 * STEPS}", "run_dir=run") == 1
-    assert "The environment gave numbers that are not finite: reward, extras" in capsys.readouterr().err
-    assert list(Path("run/nan").iterdir())
+    error = capsys.readouterr().err
+    name = int(checkpoint.latest(Path("run")).name)
+    assert "The environment gave numbers that are not finite: reward, extras" in error
+    assert error.endswith(f" Iteration {name}, before it, is saved in run.\n") and name > 10
+    assert [path.name for path in Path("run/nan").iterdir()] == [f"iteration-{name + 1}-rank-0.pt"]
+    assert main(["eval", "run", "--episodes", "1"]) == 0
+    assert main(["train", "resume=run", f"total_env_steps={(name + 2) * STEPS}"]) == 0
+
+
+def test_a_resumed_run_with_other_actors_says_that_bits_may_differ(capsys):
+    assert train("env=cartpole", f"total_env_steps={2 * STEPS}", "run_dir=run") == 0
+    assert main(["train", "resume=run", f"total_env_steps={3 * STEPS}"]) == 0
+    assert "bits may differ" not in capsys.readouterr().out
+    assert main(["train", "resume=run", "loop.num_actor_threads=1", f"total_env_steps={4 * STEPS}"]) == 0
+    message = "run goes on with other loop.num_actor_threads (2 -> 1) than it was written with: the bits may differ."
+    assert message in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -212,7 +397,7 @@ def session(pid):
 
 
 def wait_for_rows(num, process):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if Path("run/metrics.jsonl").is_file() and len(Path("run/metrics.jsonl").read_text().splitlines()) >= num:
             return
@@ -257,9 +442,17 @@ def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     assert group_is_empty(process)
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["first of a pool", "last of a pool"])
-def test_a_worker_process_that_is_killed_ends_the_run(start, which):
-    process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
+@pytest.mark.parametrize(
+    ("which", "env", "name"),
+    [
+        (0, ("env=gymnasium", "env.processes=true"), "CartPole-v1"),
+        (-1, ("env=gymnasium", "env.processes=true"), "CartPole-v1"),
+        pytest.param(-1, ("env=corridor.py:Corridor", "+env.processes=true"), "Corridor", marks=pytest.mark.slow),
+    ],
+    ids=["first of a pool", "last of a pool", "of a file of one's own"],
+)
+def test_a_worker_process_that_is_killed_ends_the_run(start, which, env, name):
+    process = start(*env, "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
     workers = [pid for pid in session_of(process) if os.getpgid(pid) == pid and pid != process.pid]
     began = time.monotonic()
@@ -268,7 +461,7 @@ def test_a_worker_process_that_is_killed_ends_the_run(start, which):
     assert time.monotonic() - began < 10
     message = error.splitlines()[-1]
     assert error.startswith("Traceback") and process.returncode == 1
-    assert "RuntimeError: a worker process of CartPole-v1 is gone" in message
+    assert f"RuntimeError: a worker process of {name} is gone" in message
     assert message.startswith("torchpod: error: actor thread ") and message.endswith("go on with resume=run")
     assert group_is_empty(process)
     assert not any(alive(pid) for pid in workers)

@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchpod.sebulba.transfer import Handed
+from torchpod.watched import sentence
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -163,7 +164,7 @@ class Exchange:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             actor, error = self._failure
-            raise ActorError(f"actor thread {actor} failed: {type(error).__name__}: {error}.") from error
+            raise ActorError(f"actor thread {actor} failed: {sentence(error)}") from error
         for actor, phases in enumerate(self._phases):
             doing, since = phases.now
             waited = time.perf_counter() - since

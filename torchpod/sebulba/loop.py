@@ -30,6 +30,7 @@ from torchpod.sebulba.actor import Act, Actor, Pool, make_act
 from torchpod.sebulba.exchange import Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, Static, hand_over, on, take
 from torchpod.types import Carry, Trajectory, Tree
+from torchpod.watched import watched
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class SebulbaConfig:
     """"A:L": of the GPUs of a host the first A act and the next L learn, one rank each. None: every rank acts on the
     GPU on which it learns."""
     timeout_s: float = 300.0
-    """A step of the environments that takes longer ends the run."""
+    """A step or a reset of environments on the host that takes longer ends the run."""
 
 
 class Sebulba:
@@ -195,7 +196,10 @@ class Sebulba:
                         own = pytree.tree_map(lambda x, device=device: x.to(device), variables)
                         advance = Static(advance, (own, *share), capture=device.type == "cuda")
                     port = None if self.restartable else Port(device)
-                pools.append(Pool(self.envs[i], advance, env_keys, actor_keys, carry, phases, port))
+                env = self.envs[i]
+                if not self.config.num_actor_threads:  # the watchdog of the threads sleeps while the main thread steps
+                    env = watched(env, "training", self.config.timeout_s)
+                pools.append(Pool(env, advance, env_keys, actor_keys, carry, phases, port))
             refresh = self.config.refresh == "step"
             actors.append(Actor(k, pools, phases, device, length=self.unroll_length, refresh=refresh))
         return actors
@@ -245,7 +249,8 @@ class Sebulba:
         shares = env_keys.chunk(len(self.envs))
         if self.restartable:
             return side_by_side([start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)])
-        carries = [start(agent, env, keys.cpu()) for env, keys in zip(self.envs, shares, strict=True)]
+        envs = [watched(env, "its first reset", self.config.timeout_s) for env in self.envs]
+        carries = [start(agent, env, keys.cpu()) for env, keys in zip(envs, shares, strict=True)]
         whole = side_by_side([carry._replace(env_state=()) for carry in carries])
         return pytree.tree_map(lambda x: x.to(self.device), whole)
 

@@ -62,8 +62,10 @@ class Program:
         wait_for(
             self._sebulba.device, *self._sebulba.actor_devices
         )  # their streams know nothing of what was done so far
-        for actor in self._actors if self._threaded else ():
-            actor.begin(self._exchange, self._iteration)
+        for actor in self._actors:
+            actor.phases.take()  # what was compilation is no time of the actor's
+            if self._threaded:
+                actor.begin(self._exchange, self._iteration)
 
     @property
     def env_steps(self) -> int:

@@ -1,5 +1,7 @@
 """Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
@@ -113,21 +115,83 @@ class Pair(Countdown):
     observation_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
 
 
-class Lopsided(Countdown):
-    action_space = spaces.Box(np.array([-1.0, -2.0], np.float32), np.array([1.0, 2.0], np.float32))
+class Many(Countdown):
+    action_space = spaces.Box(0, 9, (5,), np.int64)
+
+
+class Long(Countdown):
+    action_space = spaces.Box(-(2**63), 2**63 - 1, (1,), np.int64)
+
+
+class Two(Countdown):
+    action_space = spaces.MultiDiscrete([2, 2])
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (Pair, "Pair: observation_space is Tuple(Discrete(2), Discrete(2)); use Box, Discrete, MultiBinary, or Dict"),
-        (Lopsided, "Lopsided: action_space has bounds that differ from entry to entry; wrap it in RescaleAction"),
+        (
+            Many,
+            "Many: action_space is Box(0, 9, (5,), int64), more than 10000 joint actions; choose another environment.",
+        ),
+        (Long, "Long: action_space is Box(-9223372036854775808, 9223372036854775807, (1,), int64), more than 10000"),
+        (Two, "Two: action_space is MultiDiscrete([2 2]); use Box or Discrete."),
     ],
 )
 def test_a_space_that_no_agent_reads_is_refused(make, sentence):
     with pytest.raises(ValueError) as error:
         Gymnasium(make)
     assert str(error.value).startswith(sentence)
+
+
+class Short(Countdown):
+    """Forgets one flag, from its second step on."""
+
+    def _observation(self):
+        return {"count": np.array([10.0]), "flag": np.zeros(2 - (self.steps > 1), np.int8)}
+
+
+def test_an_observation_of_another_shape_than_its_space_is_named():
+    env = Gymnasium(Short)
+    env.init(keys(2))
+    env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+    message = "Short gave an observation of shape [1], and the space says [2]; make them agree."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+
+
+class Told(gymnasium.Env):
+    """Rewards with what it is told, as one number; takes what is in its space alone."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.reset()[0], float(action.flatten() @ [100, 10, 1][: action.size]), False, False, {}
+
+
+def test_several_integers_become_one_number():
+    env = Gymnasium(lambda: Told(spaces.Box(np.array([0, -1, 5]), np.array([1, 1, 6]), dtype=np.int32)))
+    assert env.spec.action == Discrete(2 * 3 * 2)
+    env.init(keys(12))
+    _, timestep = env.step(None, torch.arange(12), keys(12))
+    assert timestep.reward.tolist() == [a + b + c for a in (0, 100) for b in (-10, 0, 10) for c in (5, 6)]
+
+
+def test_actions_whose_bounds_differ_are_scaled():
+    low, high = np.array([-1.0, 0.0], np.float32), np.array([1.0, 2.0], np.float32)
+    env = Gymnasium(lambda: Told(spaces.Box(low, high)))
+    assert env.spec.action == Box((2,), -1.0, 1.0)
+    env.init(keys(2))
+    _, timestep = env.step(None, torch.tensor([[0.5, 0.5], [-3.0, 1.0]]), keys(2))
+    assert timestep.reward.tolist() == [50.0 + 15.0, -100.0 + 20.0]
 
 
 class Strict(gymnasium.Env):

@@ -1,0 +1,74 @@
+"""What hangs in the main thread; tests/sebulba/test_run.py has whole runs."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from torchpod.watched import HostError, sentence, watching
+
+DEAF = """
+import time
+from torchpod import watched
+
+watched.GRACE_S = 0.5
+with watched.watching("the valley has not answered", 0.1):
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            pass
+"""
+
+
+def test_a_block_that_takes_too_long_is_ended_by_a_sentence():
+    began = time.monotonic()
+    with pytest.raises(HostError, match="the valley has not answered for 0.1 s; if it may take so long, raise"):
+        with watching("the valley has not answered", 0.1):
+            time.sleep(60)
+    assert time.monotonic() - began < 2
+
+
+def test_blocks_that_end_in_time_are_left_alone_and_cost_little():
+    began = time.perf_counter()
+    for _ in range(1000):
+        with watching("the valley has not answered", 0.1):
+            pass
+    assert time.perf_counter() - began < 0.2
+    with watching("the valley has not answered", float("inf")):
+        time.sleep(0.6)
+    assert [thread.name for thread in threading.enumerate()].count("torchpod-watchdog") == 1
+
+
+def test_another_thread_is_not_watched():
+    def work():
+        with watching("the valley has not answered", 0.05):
+            time.sleep(0.5)
+            done.append(True)
+
+    done = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done
+
+
+def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
+    result = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
+    message = "the valley has not answered for 0.1 s; if it may take so long, raise loop.timeout_s=0.1."
+    assert (result.returncode, result.stderr) == (1, f"torchpod: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError("no way on"), "OSError: no way on."),
+        (OSError("no way on."), "OSError: no way on."),
+        (OSError("is it gone?"), "OSError: is it gone?"),
+        (KeyError(), "KeyError."),
+    ],
+)
+def test_a_sentence_has_one_mark_at_its_end(error, text):
+    assert sentence(error) == text

@@ -1,0 +1,146 @@
+"""Environments on the host that the main thread steps: what hangs or fails in them ends the run with a sentence.
+
+Actor threads have a watchdog of their own (sebulba/exchange.py); this is for everything before and after them.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchpod.env import Env
+from torchpod.types import TimeStep, Tree
+
+GRACE_S = 4.0
+"""How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
+_LOOK_S = 0.2
+"""Between two looks of the watchdog."""
+
+
+class HostError(RuntimeError):
+    """An environment on the host failed or hangs in the main thread; the cause, if there is one, is its exception."""
+
+
+class Watched:
+    """An environment on the host behind the contract of `Env`; whatever goes wrong in it is a `HostError`.
+
+    A tensor environment is left alone: its steps are parts of programs.
+
+    Args:
+      env: the environment.
+      where: what is being done with it, e.g. "the final evaluation".
+      timeout_s: a step or a reset may take so long.
+    """
+
+    def __init__(self, env: Env, where: str, timeout_s: float) -> None:
+        self._env, self._where, self._timeout_s = env, where, timeout_s
+        self.spec, self.traits = env.spec, env.traits
+
+    def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """See `Env.init`."""
+        with self._guarded():
+            return self._env.init(keys)
+
+    def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        """See `Env.step`."""
+        with self._guarded():
+            return self._env.step(state, action, keys)
+
+    def close(self) -> None:
+        """Closes the environment, if it can be."""
+        getattr(self._env, "close", lambda: None)()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        name = self.spec.name
+        try:
+            with watching(f"{name} has not come back in {self._where}", self._timeout_s):
+                yield
+        except HostError:
+            raise
+        except Exception as error:
+            raise HostError(f"{name} failed in {self._where}: {sentence(error)}") from error
+
+
+def watched(env: Env, where: str, timeout_s: float) -> Env:
+    """The environment, watched if it lives on the host."""
+    return env if env.traits.pure else Watched(env, where, timeout_s)
+
+
+def sentence(error: BaseException) -> str:
+    """The kind of an exception and its message, with one mark at the end."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return text if text.endswith((".", "?", "!")) else text + "."
+
+
+class _Block(NamedTuple):
+    """Something that the main thread waits for."""
+
+    message: str
+    deadline: float
+    """By `time.monotonic`."""
+
+
+class _Watchdog:
+    """A thread that looks at what the main thread waits for, from the first time that it does: one per step is slow."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.now: _Block | None = None
+
+    def start(self) -> None:
+        """To be called in the main thread; does something once."""
+        if self._thread is None or not self._thread.is_alive():
+            # A signal that nothing else uses. Unlike what threads can do, it ends a wait of the main thread.
+            signal.signal(signal.SIGVTALRM, self._give_up)
+            self._thread = threading.Thread(target=self._run, name="torchpod-watchdog", daemon=True)
+            self._thread.start()
+
+    def _give_up(self, number: int, frame: Any) -> None:
+        if self.now is not None and time.monotonic() >= self.now.deadline:
+            raise HostError(self.now.message)
+
+    def _run(self) -> None:
+        told = None
+        while True:
+            time.sleep(_LOOK_S)
+            block, now = self.now, time.monotonic()
+            if block is None or now < block.deadline:
+                continue
+            if block is not told:
+                with self.lock:
+                    if self.now is block:
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
+                told = block
+            elif now > block.deadline + GRACE_S and self.now is block:
+                print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+_WATCHDOG = _Watchdog()
+
+
+@contextlib.contextmanager
+def watching(what: str, timeout_s: float) -> Iterator[None]:
+    """Raises a `HostError` in the main thread if the block takes too long; elsewhere nothing is watched.
+
+    A block that does not hear of it, in C code or because it catches everything, ends the process after `GRACE_S`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _WATCHDOG.start()
+    message = f"{what} for {timeout_s:g} s; if it may take so long, raise loop.timeout_s={timeout_s:g}."
+    _WATCHDOG.now = _Block(message, time.monotonic() + timeout_s)
+    try:
+        yield
+    finally:
+        with _WATCHDOG.lock:
+            _WATCHDOG.now = None
