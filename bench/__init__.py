@@ -8,7 +8,7 @@ if __name__ == "bench":
     raise ImportError("import torchpod.bench, not bench")
 
 # Suite -> module of this package; read when it is asked for, so that one suite never needs what another imports.
-SUITES = {"anakin": "anakin", "gpu": "gpu", "sebulba": "sebulba"}
+SUITES = {"anakin": "anakin", "envs": "envs", "gpu": "gpu", "sebulba": "sebulba"}
 
 
 def main(argv: Sequence[str]) -> int:
