@@ -21,10 +21,10 @@ MOMENTS = {
     "four_rooms": 30,
     "grid_world": 30,
     "memory_chain": 1,
-    "minatar_asterix": 60,
+    "minatar_asterix": 391,
     "minatar_breakout": 12,
     "minatar_freeway": 25,
-    "minatar_seaquest": 60,
+    "minatar_seaquest": 327,
     "minatar_space_invaders": 30,
     "mountain_car": 60,
     "mountain_car_continuous": 60,
@@ -62,7 +62,7 @@ def draw_pictures(folder: Path) -> list[Path]:
         frame = Image.fromarray(render(env, state, timestep, caption=describe(count, reward, total)))
         files.append(folder / f"{name}.png")
         folder.mkdir(parents=True, exist_ok=True)
-        frame.quantize(64, dither=Image.Dither.NONE).save(files[-1], optimize=True)
+        frame.quantize(256, dither=Image.Dither.NONE).save(files[-1], optimize=True)
     return files
 
 

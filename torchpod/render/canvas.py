@@ -75,7 +75,7 @@ class Canvas:
 
 def mix(colour: str, other: str, amount: float) -> str:
     """A colour between two: the first with amount 0, the other with 1."""
-    parts = ((int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in (colour, other))
+    parts = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (colour, other)]
     return "#" + "".join(f"{round(a + (b - a) * amount):02X}" for a, b in zip(*parts, strict=True))
 
 

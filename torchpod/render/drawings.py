@@ -58,8 +58,8 @@ DRAWINGS: dict[type, Drawing] = {
     envs.Freeway: _board(grids.FREEWAY),
     envs.GridWorld: Drawing(grids.draw_grid_world),
     envs.MemoryChain: Drawing(chains.draw_memory_chain, (480, 180), 4),
-    envs.MountainCar: Drawing(classic.draw_mountain_car, (480, 300), 30),
-    envs.MountainCarContinuous: Drawing(classic.draw_mountain_car, (480, 300), 30),
+    envs.MountainCar: Drawing(classic.draw_mountain_car, (480, 340), 30),
+    envs.MountainCarContinuous: Drawing(classic.draw_mountain_car, (480, 340), 30),
     envs.Pendulum: Drawing(classic.draw_pendulum, (400, 400), 30),
     envs.Seaquest: _board(grids.SEAQUEST),
     envs.SpaceInvaders: _board(grids.SPACE_INVADERS),
@@ -106,6 +106,8 @@ def describe(step: int, reward: float, total: float) -> tuple[str, str, str]:
 
 
 def _short(number: float) -> str:
-    return f"{number:g}" if number == round(number) and abs(number) < 1e6 else f"{number:.2f}"
+    if number == round(number) and abs(number) < 1e6:
+        return f"{number:g}"
+    return f"{number:.2f}" if abs(number) >= 0.01 else f"{number:.1g}"
 
 
