@@ -91,7 +91,9 @@ def mark(canvas: Canvas, x: float, y: float, cell: float, colour: str, shape: st
     elif shape != "hidden":
         gap = {"wall": 0.0, "trail": 0.3}.get(shape, 0.07) * cell
         colour = mix(colour, FLOOR, 0.55) if shape == "trail" else colour
-        canvas.rectangle((x + gap, y + gap), (x + cell - gap, y + cell - gap), colour, 0 if shape == "wall" else cell / 8)
+        canvas.rectangle(
+            (x + gap, y + gap), (x + cell - gap, y + cell - gap), colour, 0 if shape == "wall" else cell / 8
+        )
 
 
 def draw_channels(canvas: Canvas, values: NDArray[np.floating], marks: Sequence[Mark]) -> None:

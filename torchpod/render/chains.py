@@ -55,9 +55,7 @@ def draw_memory_chain(canvas: Canvas, env: MemoryChain, state: MemoryChainState,
     canvas.circle((30 + width * (min(steps, cells) + 0.5), y), 12, BLUE)
 
 
-def draw_bernoulli_bandit(
-    canvas: Canvas, env: BernoulliBandit, state: BernoulliBanditState, observation: Tree
-) -> None:
+def draw_bernoulli_bandit(canvas: Canvas, env: BernoulliBandit, state: BernoulliBanditState, observation: Tree) -> None:
     """The chance of each arm, which the agent does not see; the last one pulled is green if it paid, else red."""
     top, bottom, pulled = 30.0, canvas.height - 44.0, int(state.last_action)
     step = (canvas.width - 40.0) / env.num_arms

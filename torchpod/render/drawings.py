@@ -28,8 +28,8 @@ class Drawing(NamedTuple):
     """How frames are made."""
 
     draw: Callable[[Canvas, Any, Any, Any], None]
-    """`draw(canvas, env, state, observation)`: state, which is what `reset` returns, and observation of one environment,
-    without a batch axis, on the CPU."""
+    """`draw(canvas, env, state, observation)`: the state as `reset` returns it and the observation, both of one
+    environment, without a batch axis, on the CPU."""
     size: tuple[int, int] = (540, 400)
     """Width and height of the picture in even numbers of pixels; the caption comes below."""
     fps: int = 10
@@ -109,5 +109,3 @@ def _short(number: float) -> str:
     if number == round(number) and abs(number) < 1e6:
         return f"{number:g}"
     return f"{number:.2f}" if abs(number) >= 0.01 else f"{number:.1g}"
-
-
