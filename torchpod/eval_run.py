@@ -40,8 +40,10 @@ def eval_run(
         raise ValueError(f"--episodes {episodes} must be at least 1.")
     config = read_config(run_dir)
     if member is not None and (video is None or not 0 <= member < config.population):
-        reason = "chooses whose video is made; add --video" if video is None else f"must be below {config.population}"
-        raise ValueError(f"--member {member} {reason}.")
+        range_ = f"must be from 0 to {config.population - 1}"
+        raise ValueError(
+            f"--member {member} {'chooses whose video is made; add --video' if video is None else range_}."
+        )
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env)

@@ -38,9 +38,10 @@ class Canvas:
         self._draw = ImageDraw.Draw(self._image)
 
     def rectangle(self, corner: Point, opposite: Point, colour: str, radius: float = 0.0) -> None:
-        """A filled one, with round corners if there is a radius; `corner` is the top left one."""
+        """A filled one, with round corners if there is a radius, from the top left corner to the opposite one."""
         (x_0, y_0), (x_1, y_1) = _scaled((corner, opposite))
-        self._draw.rounded_rectangle((x_0, y_0, x_1 - 1, y_1 - 1), radius * _SCALE, colour)
+        if x_1 - 1 >= x_0 and y_1 - 1 >= y_0:  # Pillow refuses empty ones
+            self._draw.rounded_rectangle((x_0, y_0, x_1 - 1, y_1 - 1), radius * _SCALE, colour)
 
     def circle(self, centre: Point, radius: float, colour: str, hole: str | None = None, width: float = 2.0) -> None:
         """A filled one; with a colour for its hole, a ring of that width."""

@@ -18,6 +18,7 @@ from torchpod.render.canvas import (
     GREY,
     INK,
     LIGHT,
+    PAPER,
     PINK,
     RED,
     SKY,
@@ -72,7 +73,7 @@ class Board:
     def label(self, row: float, column: float, text: str) -> None:
         """White text in a cell."""
         at = self.left + (column + 0.5) * self.cell, self.top + (row + 0.5) * self.cell
-        self.canvas.text(at, text, "#FFFFFF", 0.4 * self.cell, "mm")
+        self.canvas.text(at, text, PAPER, min(0.4, 1.2 / len(text)) * self.cell, "mm")
 
     def legend(self, marks: Sequence[Mark]) -> None:
         """What the marks mean, at the right of the board."""
@@ -141,7 +142,7 @@ def default(canvas: Canvas, env: Env, state: Tree, observation: Tree) -> None:
 
 def draw_bars(canvas: Canvas, rows: Sequence[tuple[str, float, float]]) -> None:
     """Bars to the right and to the left: names, the numbers beside them, and lengths from -1 to 1."""
-    left, right = 100.0, canvas.width - 80.0
+    left, right = min(40.0 + 8 * max(len(name) for name, _, _ in rows), canvas.width / 3), canvas.width - 80.0
     middle, step = (left + right) / 2, min(44.0, (canvas.height - 2 * MARGIN) / max(len(rows), 1))
     y = (canvas.height - step * len(rows)) / 2 + step / 2
     size = min(14.0, 0.8 * step)
