@@ -196,6 +196,21 @@ class TestUserEnvironment:
         assert [path.name for path in Path("run/nan").iterdir()] == ["iteration-15-rank-0.pt"]
 
 
+class TestPlot:
+    def test_any_metric_is_drawn(self, call: Call):
+        pytest.importorskip("matplotlib")
+        assert call("train", *SMALL, "run_dir=run")[0] == 0
+        assert call("plot", "run", "--metric", "policy_loss", "--out", "x.svg")[:2] == (0, "x.svg\n")
+        assert "policy loss" in Path("x.svg").read_text()
+        assert "run has no metric los; it has approx_kl, " in error_of(call("plot", "run", "--metric", "los"))
+
+    def test_without_matplotlib_it_names_the_extra(self, call: Call, monkeypatch: pytest.MonkeyPatch):
+        assert call("train", *SMALL, "run_dir=run", "total_env_steps=1024")[0] == 0
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        error = error_of(call("plot", "run", "--metric", "policy_loss"))
+        assert error == "torchpod plot needs matplotlib: pip install torchpod-rl[plot]."
+
+
 class TestEval:
     def test_what_is_no_run_is_refused(self, call: Call):
         Path("empty").mkdir()

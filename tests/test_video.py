@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-Image = pytest.importorskip("PIL.Image")
-
 from tests.test_evaluate import Lives, make
 from torchpod import random
 from torchpod.env import HostEnv
@@ -16,6 +14,8 @@ from torchpod.envs import CartPole, Catch
 from torchpod.evaluate import evaluate
 from torchpod.render import drawing_of, frame_size
 from torchpod.video import check_video, play, record, write_video
+
+Image = pytest.importorskip("PIL.Image")
 
 
 def read(path):

@@ -19,7 +19,7 @@ from torchpod.stop import Interrupted
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode
-torchpod plot RUN... [--out PNG]  draw learning curves
+torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod list envs|algos|experiments
 torchpod doctor                   what works on this machine, and why not
 torchpod bench SUITE [--json FILE]"""
@@ -122,8 +122,9 @@ def _plot(rest: list[str]) -> int:
     parser = argparse.ArgumentParser("torchpod plot")
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("curve.png"))
+    parser.add_argument("--metric", default="episode_return", help="a key of metrics.jsonl")
     options = parser.parse_args(rest)
-    print(plot(options.runs, options.out))
+    print(plot(options.runs, options.out, options.metric))
     return 0
 
 

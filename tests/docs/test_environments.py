@@ -30,7 +30,7 @@ def test_a_section_has_its_picture_source_class_and_arguments(name):
     assert picture.stat().st_size < 15_000
     link = re.search(rf"\[{maker.__name__}\]\(\.\./(\S+)\)", text)
     assert link and (ROOT / link[1]).samefile(inspect.getsourcefile(maker))
-    arguments = re.search(r"- Arguments: (.*)", text)[1]
+    (arguments,) = re.findall(r"- Arguments: (.*)", text)
     assert re.findall(r"`(\w+)=", arguments) == list(inspect.signature(maker).parameters)
 
 

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("PIL")
-
 from torchpod import random
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS, BernoulliBandit, Catch, DelayedChain, FourRooms, GridWorld, MemoryChain
@@ -15,6 +13,8 @@ from torchpod.render import DRAWINGS, Canvas, Drawing, describe, drawing_of, fra
 from torchpod.render.canvas import BLUE, GREEN, RED, mix
 from torchpod.render.drawings import DEFAULT
 from torchpod.specs import Array, Box, Discrete, EnvSpec
+
+pytest.importorskip("PIL")
 
 TENSOR = [name for name, maker in MAKERS.items() if isinstance(maker, type) and issubclass(maker, TensorEnv)]
 
