@@ -1,7 +1,7 @@
 # make train | test | test-all | check | bench | clean. Each sets up .venv first; a second call finds it ready.
 
 PYTHON ?= python3
-EXTRAS ?= dev,tensorboard,plot
+EXTRAS ?= dev,tensorboard,plot,video
 TORCH ?= torch==2.13.0
 # More options for pip's first call, which installs torch, e.g. to choose between its CPU and CUDA builds.
 TORCH_PIP_ARGS ?=

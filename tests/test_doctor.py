@@ -40,6 +40,7 @@ def test_the_whole_report_on_this_machine(here, capsys):
         "nccl",
         "tensorboard",
         "matplotlib",
+        "av",
         "envpool",
         "./runs",
     ):

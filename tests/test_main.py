@@ -214,6 +214,21 @@ def test_an_agent_in_a_file_is_trained_evaluated_and_resumed_also_from_where_it_
     assert checkpoint.latest(Path("run")).name == f"{4:010d}"
 
 
+class TestPlot:
+    def test_any_metric_is_drawn(self, call: Call):
+        pytest.importorskip("matplotlib")
+        assert call("train", *SMALL, "run_dir=run")[0] == 0
+        assert call("plot", "run", "--metric", "policy_loss", "--out", "x.svg")[:2] == (0, "x.svg\n")
+        assert "policy loss" in Path("x.svg").read_text()
+        assert "run has no metric los; it has approx_kl, " in error_of(call("plot", "run", "--metric", "los"))
+
+    def test_without_matplotlib_it_names_the_extra(self, call: Call, monkeypatch: pytest.MonkeyPatch):
+        assert call("train", *SMALL, "run_dir=run", "total_env_steps=1024")[0] == 0
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        error = error_of(call("plot", "run", "--metric", "policy_loss"))
+        assert error == "torchpod plot needs matplotlib: pip install torchpod-rl[plot]."
+
+
 class TestEval:
     def test_what_is_no_run_is_refused(self, call: Call):
         Path("empty").mkdir()
@@ -230,6 +245,39 @@ class TestEval:
         path.write_text(path.read_text().replace("- 8", "- 9"))
         message = "run/checkpoints/0000000002 does not fit the agent and the environment of run/config.yaml."
         assert error_of(call("eval", "run")) == message
+
+    def test_a_video_of_the_first_episode_is_written(self, call: Call):
+        pytest.importorskip("PIL")
+        assert call("train", *SMALL, "run_dir=run")[0] == 0
+        alone = call("eval", "run", "--episodes", "1")[1]
+        status, out, error = call("eval", "run", "--episodes", "1", "--video", "new/episode.gif")
+        assert (status, error) == (0, "") and out.startswith(alone)
+        score = json.loads(alone)["mean"]
+        assert out.removeprefix(alone) == f"new/episode.gif: {int(score) + 1} frames, return {score:.1f}\n"
+        assert Path("new/episode.gif").read_bytes().startswith(b"GIF89a")
+
+    def test_of_a_population_the_best_member_is_shown_or_the_one_named(self, call: Call):
+        pytest.importorskip("PIL")
+        assert call("train", *SMALL, "run_dir=run", "population=3")[0] == 0
+        *scores, last = call("eval", "run", "--episodes", "1", "--video", "x.gif")[1].splitlines()
+        means = [json.loads(score)["mean"] for score in scores]
+        assert last.endswith(f"return {max(means):.1f}, member {means.index(max(means))}")
+        out = call("eval", "run", "--episodes", "1", "--video", "x.gif", "--member", "1")[1]
+        assert out.endswith(f"return {means[1]:.1f}, member 1\n")
+        assert error_of(call("eval", "run", "--video", "x.gif", "--member", "3")) == "--member 3 must be from 0 to 2."
+        assert error_of(call("eval", "run", "--member", "1")) == "--member 1 chooses whose video is made; add --video."
+
+    def test_a_video_that_cannot_be_made_is_refused_before_the_episodes(
+        self, call: Call, monkeypatch: pytest.MonkeyPatch
+    ):
+        pytest.importorskip("PIL")
+        assert call("train", *SMALL, "run_dir=run")[0] == 0
+        error = error_of(call("eval", "run", "--video", "x.avi"))
+        assert error == "x.avi has the suffix '.avi'; use one of .gif, .mp4."
+        monkeypatch.setitem(sys.modules, "av", None)
+        error = error_of(call("eval", "run", "--video", "x.mp4"))
+        assert error == "x.mp4 needs av: pip install torchpod-rl[video]."
+        assert not list(Path.cwd().glob("x.*"))
 
 
 def test_without_a_compiler_compile_true_says_so_and_compile_false_works(call: Call, monkeypatch: pytest.MonkeyPatch):

@@ -26,6 +26,7 @@ _NEEDED = ("tensordict", "torchrl", "hydra-core", "gymnasium", "numpy", "safeten
 _OPTIONAL = {
     "tensorboard": ("tensorboard", "logger.tensorboard=true"),
     "matplotlib": ("plot", "torchpod plot"),
+    "av": ("video", "torchpod eval RUN --video FILE.mp4"),
     "envpool": ("envpool", "env=envpool"),
 }
 """Distribution to (extra of torchpod-rl, what needs it)."""

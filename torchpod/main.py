@@ -19,11 +19,14 @@ from torchpod.stop import Interrupted
 from torchpod.watched import HostError
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
-torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder
-torchpod plot RUN... [--out PNG]  draw learning curves
+torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode
+torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod list envs|algos|experiments
 torchpod doctor                   what works on this machine, and why not
 torchpod bench SUITE [--json FILE]"""
+
+EVERYDAY = (ValueError, OSError, ImportError)
+"""Errors of Python's own whose message says what to do, an extra that is not installed among them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"torchpod: {error if isinstance(error, Interrupted) else 'stopped'}", file=sys.stderr)
         return 130
-    except (CheckpointError, RecompilationError, NonFiniteErrorInRun, RankError, ValueError, OSError) as error:
+    except (CheckpointError, RecompilationError, NonFiniteErrorInRun, RankError, *EVERYDAY) as error:
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise
         _report(error)
@@ -107,8 +110,13 @@ def _eval(rest: list[str]) -> int:
     parser.add_argument(
         "--seed", type=int, default=None, help="of the episodes; default: those of the final evaluation"
     )
+    parser.add_argument("--video", type=Path, default=None, help="write the first episode to this .gif or .mp4")
+    parser.add_argument("--member", type=int, default=None, help="of a population, in the video; default: the best")
     options = parser.parse_args(rest)
-    print(eval_run(options.run, episodes=options.episodes, seed=options.seed))
+    line = eval_run(
+        options.run, episodes=options.episodes, seed=options.seed, video=options.video, member=options.member
+    )
+    print(line)
     return 0
 
 
@@ -118,8 +126,9 @@ def _plot(rest: list[str]) -> int:
     parser = argparse.ArgumentParser("torchpod plot")
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("curve.png"))
+    parser.add_argument("--metric", default="episode_return", help="a key of metrics.jsonl")
     options = parser.parse_args(rest)
-    print(plot(options.runs, options.out))
+    print(plot(options.runs, options.out, options.metric))
     return 0
 
 

@@ -86,11 +86,7 @@ def main() -> None:
                 "episode_return": sum(totals) / (n * args.steps * args.repeats),
                 "episodes": 0,
                 "threads": {"xla_flags": os.environ.get("XLA_FLAGS", ""), "affinity": len(os.sched_getaffinity(0))},
-                "versions": {
-                    "jax": jax.__version__,
-                    "jaxlib": jaxlib.__version__,
-                    "gymnax": importlib.metadata.version("gymnax"),
-                },
+                "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "gymnax")},
             }
         )
     )
