@@ -25,6 +25,7 @@ _MIN_FREE_GB = 5.0
 _NEEDED = ("tensordict", "torchrl", "hydra-core", "gymnasium", "numpy", "safetensors")
 _OPTIONAL = {
     "tensorboard": ("tensorboard", "logger.tensorboard=true"),
+    "wandb": ("wandb", "logger.wandb=true"),
     "matplotlib": ("plot", "torchpod plot"),
     "envpool": ("envpool", "env=envpool"),
 }

@@ -70,7 +70,9 @@ def test_an_honest_operator_passes_compiled_too():
 def test_a_run_with_a_false_promise_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(WithKernel, "real", staticmethod(LIES["shape"][0]))
     config = load([f"run_dir={tmp_path / 'run'}"])
-    with pytest.raises(ConfigError, match=r"WithKernel breaks the contract: result 0 of the operator test\w+::step must"):
+    with pytest.raises(
+        ConfigError, match=r"WithKernel breaks the contract: result 0 of the operator test\w+::step must"
+    ):
         execute(config, env=WithKernel())
     assert not (tmp_path / "run").exists()
 

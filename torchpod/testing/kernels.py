@@ -56,7 +56,9 @@ def _compare(func: Any, args: Any, kwargs: Any, result: Any) -> None:
             f"{reason} Write one with register_fake (docs/write-a-kernel.md), or say traits = Traits(capturable=False)."
         ) from error
     promised, came = pytree.tree_leaves(fake), pytree.tree_leaves(result)
-    require(len(promised) == len(came), f"{name} promises {len(promised)} results by register_fake and gave {len(came)}.")
+    require(
+        len(promised) == len(came), f"{name} promises {len(promised)} results by register_fake and gave {len(came)}."
+    )
     for i, (p, c) in enumerate(zip(promised, came, strict=True)):
         if isinstance(p, Tensor) and isinstance(c, Tensor):
             which = f"result {i} of {name}" if len(came) > 1 else f"the result of {name}"
