@@ -245,7 +245,8 @@ class WandbSink:
         except wandb.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
-                f"logger.wandb=true cannot start W&B ({reason}); call wandb login, set WANDB_MODE=offline, or leave it out."
+                f"logger.wandb=true cannot start W&B ({reason}); call wandb login, set WANDB_MODE=offline, or leave it "
+                "out."
             ) from error
         self._run.define_metric("*", step_metric="env_steps")
 
