@@ -221,7 +221,7 @@ class WandbSink:
 
     def __init__(self, run_dir: Path, *, project: str, config: Mapping[str, Any]) -> None:
         try:
-            import wandb
+            from wandb import Error, Settings, init  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError as error:
             raise ImportError(
                 "logger.wandb=true needs W&B: pip install torchpod-rl[wandb], or leave it out."
@@ -233,16 +233,16 @@ class WandbSink:
                 (folder / "id").write_text(secrets.token_hex(4))
             name = (folder / "id").read_text()
         try:
-            self._run: Any = wandb.init(
+            self._run: Any = init(
                 project=project,
                 id=name,
                 name=Path(run_dir).name,
                 dir=str(run_dir),
                 config=dict(config),
                 resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",  # offline knows none
-                settings=wandb.Settings(console="off"),  # the progress bar is none of its business
+                settings=Settings(console="off"),  # the progress bar is none of its business
             )
-        except wandb.Error as error:
+        except Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
                 f"logger.wandb=true cannot start W&B ({reason}); call wandb login, set WANDB_MODE=offline, or leave it "
