@@ -39,6 +39,7 @@ def test_the_whole_report_on_this_machine(here, capsys):
         "gloo",
         "nccl",
         "tensorboard",
+        "wandb",
         "matplotlib",
         "av",
         "envpool",

@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, broken, resumed and handed on."""
 
+import csv
 import json
 import os
 import random
@@ -415,6 +416,17 @@ class TestPopulation:
         assert state(tmp_path / "p")[".learner.learning_rate['loss']"].tolist() == pytest.approx([1e-3, 1e-4])
 
 
+def test_csv_says_what_metrics_jsonl_says_after_a_resume_too(tmp_path: Path):
+    run(tmp_path / "a", f"total_env_steps={2 * ITERATION}", "logger.csv=true")
+    execute(load([f"resume={tmp_path / 'a'}", f"total_env_steps={3 * ITERATION}"]))
+    with open(tmp_path / "a" / "metrics.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    written = metrics.read_metrics(tmp_path / "a")
+    assert len(table) == len(written) == 3
+    for line, row in zip(table, written, strict=True):
+        assert {k: float(v or "nan") for k, v in line.items()} == pytest.approx(row, abs=0, rel=0, nan_ok=True)
+
+
 def test_tensorboard_gets_what_the_metrics_get_and_its_absence_changes_nothing(tmp_path: Path, monkeypatch):
     run(tmp_path / "a", f"total_env_steps={2 * ITERATION}", "logger.tensorboard=true")
     assert list((tmp_path / "a" / "tensorboard").glob("events*"))
@@ -424,6 +436,9 @@ def test_tensorboard_gets_what_the_metrics_get_and_its_absence_changes_nothing(t
     more = [f"resume={tmp_path / 'b'}", f"total_env_steps={3 * ITERATION}"]
     with pytest.raises(ConfigError, match="logger.tensorboard=true needs TensorBoard"):
         execute(load([*more, "logger.tensorboard=true"]))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="logger.wandb=true needs W&B"):
+        execute(load([*more, "logger.wandb=true"]))
     assert (tmp_path / "b" / "config.yaml").read_bytes() == before
     assert execute(load(more)).summary["env_steps"] > 0
 

@@ -96,7 +96,10 @@ class LoggerConfig:
     """Where metrics go, beside metrics.jsonl."""
 
     console: bool = True
+    csv: bool = False
     tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = "torchpod"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ _MIN_FREE_GB = 5.0
 _NEEDED = ("tensordict", "torchrl", "hydra-core", "gymnasium", "numpy", "safetensors")
 _OPTIONAL = {
     "tensorboard": ("tensorboard", "logger.tensorboard=true"),
+    "wandb": ("wandb", "logger.wandb=true"),
     "matplotlib": ("plot", "torchpod plot"),
     "av": ("video", "torchpod eval RUN --video FILE.mp4"),
     "envpool": ("envpool", "env=envpool"),

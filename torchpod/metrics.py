@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always, the console and TensorBoard if wanted.
+"""Where the numbers of a run go: metrics.jsonl always; the console, metrics.csv, TensorBoard and W&B if wanted.
 
 A row is a dict with at least `iteration` and `env_steps`; a value is a number, or in a population a list with one
 number per member. NaN says that there is nothing to report, e.g. the return when no episode ended. Timings have names
@@ -7,13 +7,15 @@ that `is_timing` recognises; all other values of two runs with one seed on one m
 
 import collections
 import contextlib
+import csv
 import json
 import math
 import os
 import re
+import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -24,6 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 Row = Mapping[str, float | int | list[float]]
 
 METRICS_FILE = "metrics.jsonl"
+CSV_FILE = "metrics.csv"
 _RATE_WINDOW_S = 30.0
 _BAR_WIDTH = 8
 
@@ -86,7 +89,7 @@ class JsonlSink:
 
     def __init__(self, run_dir: Path, *, resume_at: int | None = None) -> None:
         self.path = Path(run_dir) / METRICS_FILE
-        with self._writable():
+        with _writable(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and resume_at is None:
                 raise FileExistsError(
@@ -99,7 +102,7 @@ class JsonlSink:
 
     def write(self, row: Row) -> None:
         line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
-        with self._writable():
+        with _writable(self.path):
             if self._file.write(line) != len(line):
                 raise OSError("only a part of a row was written: is the disk full?")
 
@@ -116,17 +119,56 @@ class JsonlSink:
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
 
-    @contextlib.contextmanager
-    def _writable(self):
-        try:
-            yield
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise OSError(
-                f"{self.path} cannot be written ({error.strerror or error}); free some space, or choose another folder "
-                "with run_dir=DIR."
-            ) from error
+
+class CsvSink:
+    """`run_dir/metrics.csv`: a line per row, a column per metric; what is not finite is an empty cell.
+
+    Of a population: the mean, and every member in a column `members/NAME/INDEX`. A metric that appears later becomes
+    the last column, for which the file is written again.
+
+    Args:
+      run_dir: the run folder; made if it does not exist.
+      resume_at: as in `Logger`: the file is written again from metrics.jsonl, without the later rows.
+
+    Raises:
+      OSError: if the file cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_at: int | None = None) -> None:
+        self.path = Path(run_dir) / CSV_FILE
+        self._columns: list[str] = []
+        self._file: Any = None
+        with _writable(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write_again([_cells(row) for row in _rows_until(run_dir, resume_at)])
+
+    def write(self, row: Row) -> None:
+        cells = _cells(row)
+        with _writable(self.path):
+            if cells.keys() <= set(self._columns):
+                self._writer.writerow(cells)
+                return
+            self._file.close()
+            with open(self.path, newline="") as file:
+                rows = list(csv.DictReader(file))
+            self._write_again([*rows, cells])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_again(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The file is always the old or the new one."""
+        self._columns += [
+            name for name in dict.fromkeys(name for row in rows for name in row) if name not in self._columns
+        ]
+        temporary = self.path.with_name(CSV_FILE + ".tmp")
+        # A line per write to the operating system.
+        self._file = open(temporary, "w", newline="", buffering=1)
+        self._writer = csv.DictWriter(self._file, self._columns, restval="", lineterminator="\n")
+        if self._columns:
+            self._writer.writeheader()
+        self._writer.writerows(rows)
+        os.replace(temporary, self.path)
 
 
 class TensorBoardSink:
@@ -147,29 +189,73 @@ class TensorBoardSink:
             raise ImportError(
                 "logger.tensorboard=true needs TensorBoard: pip install torchpod-rl[tensorboard], or leave it out."
             ) from error
-        purge_step = None
-        if resume_at is not None:
-            rows = read_metrics(run_dir) if (Path(run_dir) / METRICS_FILE).exists() else []
-            kept = [int(_number(row["env_steps"])) for row in rows if row["iteration"] <= resume_at]
-            purge_step = kept[-1] + 1 if kept else 0
+        kept = [int(_number(row["env_steps"])) for row in _rows_until(run_dir, resume_at)]
+        purge_step = None if resume_at is None else kept[-1] + 1 if kept else 0
         self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step)
 
     def write(self, row: Row) -> None:
-        step = int(_number(row["env_steps"]))
-        for key, value in row.items():
-            if isinstance(value, list):
-                for member, x in enumerate(value):
-                    self._add(f"members/{key}/{member}", x, step)
-                value = _mean(value)
-            if key != "env_steps":
-                self._add(key, value, step)
+        step: Any = int(_number(row["env_steps"]))
+        for key, value in _scalars(row):
+            if key != "env_steps" and not math.isnan(value):
+                self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, tag: str, value: float, step: Any) -> None:
-        if not math.isnan(value):
-            self._writer.add_scalar(tag, value, step)
+
+class WandbSink:
+    """A run of Weights & Biases over `env_steps`, its files in `run_dir/wandb`. Of a population as in TensorBoard.
+
+    WANDB_MODE=offline keeps it on this machine, for `wandb sync` later. A resumed run goes on in the same run there;
+    rows that W&B has already are not logged again.
+
+    Args:
+      run_dir: the run folder; its name becomes that of the run.
+      project: of W&B.
+      config: shown beside the run.
+
+    Raises:
+      ImportError: if the extra is not installed.
+      ValueError: if W&B does not start, e.g. for want of a login.
+    """
+
+    def __init__(self, run_dir: Path, *, project: str, config: Mapping[str, Any]) -> None:
+        try:
+            from wandb import Error, Settings, init  # pyright: ignore[reportMissingImports]  # an extra
+        except ImportError as error:
+            raise ImportError(
+                "logger.wandb=true needs W&B: pip install torchpod-rl[wandb], or leave it out."
+            ) from error
+        folder = Path(run_dir) / "wandb"
+        with _writable(folder / "id"):
+            folder.mkdir(parents=True, exist_ok=True)  # which W&B would take a temporary one for
+            if not (folder / "id").exists():
+                (folder / "id").write_text(secrets.token_hex(4))
+            name = (folder / "id").read_text()
+        try:
+            self._run: Any = init(
+                project=project,
+                id=name,
+                name=Path(run_dir).name,
+                dir=str(run_dir),
+                config=dict(config),
+                resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",  # offline knows none
+                settings=Settings(console="off"),  # the progress bar is none of its business
+            )
+        except Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"logger.wandb=true cannot start W&B ({reason}); call wandb login, set WANDB_MODE=offline, or leave it "
+                "out."
+            ) from error
+        self._run.define_metric("*", step_metric="env_steps")
+
+    def write(self, row: Row) -> None:
+        # W&B refuses a step that it has: so a resumed run repeats nothing.
+        self._run.log({key: x for key, x in _scalars(row) if not math.isnan(x)}, step=row["iteration"])
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class ConsoleSink:
@@ -281,6 +367,26 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: _nan(value) for key, value in row.items()} for _, row in _parse(path)]
 
 
+def _rows_until(run_dir: Path, iteration: int | None) -> list[dict[str, Any]]:
+    """The rows that a resumed run keeps; none of a new run."""
+    if iteration is None or not (Path(run_dir) / METRICS_FILE).exists():
+        return []
+    return [row for row in read_metrics(run_dir) if row["iteration"] <= iteration]
+
+
+@contextlib.contextmanager
+def _writable(path: Path):
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}); free some space, or choose another folder "
+            "with run_dir=DIR."
+        ) from error
+
+
 def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Lines, each with its newline, and what they say."""
     lines = path.read_bytes().splitlines(keepends=True)
@@ -318,6 +424,18 @@ def _mean(values: Sequence[float]) -> float:
     """The mean of what is not NaN."""
     known = [x for x in values if not math.isnan(x)]
     return sum(known) / len(known) if known else math.nan
+
+
+def _scalars(row: Row) -> Iterator[tuple[str, float]]:
+    """Names and numbers of a row; of a population the mean under the name, and `members/NAME/INDEX`."""
+    for key, value in row.items():
+        yield key, _number(value)
+        if isinstance(value, list):
+            yield from ((f"members/{key}/{member}", x) for member, x in enumerate(value))
+
+
+def _cells(row: Row) -> dict[str, float | str]:
+    return {key: x if math.isfinite(x) else "" for key, x in _scalars(row)}
 
 
 def _number(value: float | int | list[float]) -> float:

@@ -31,7 +31,7 @@ from torchpod.env import Env, close_all
 from torchpod.envs import MAKERS
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
-from torchpod.metrics import ConsoleSink, Logger, Sink, TensorBoardSink
+from torchpod.metrics import ConsoleSink, CsvSink, Logger, Sink, TensorBoardSink, WandbSink
 from torchpod.run_folder import (
     changes,
     locked,
@@ -377,11 +377,17 @@ def _check_contract(env: Env, config: TrainConfig, device: torch.device) -> None
 
 def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, env: Env) -> Logger:
     sinks: list[Sink] = []
-    if config.logger.tensorboard:
-        try:
+    try:
+        if config.logger.csv:
+            sinks.append(CsvSink(run_dir, resume_at=resumed_at))
+        if config.logger.tensorboard:
             sinks.append(TensorBoardSink(run_dir, resume_at=resumed_at))
-        except ImportError as error:
-            raise ConfigError(str(error)) from error
+        if config.logger.wandb:
+            sinks.append(WandbSink(run_dir, project=config.logger.wandb_project, config=config.to_dict()))
+    except (ImportError, ValueError) as error:
+        for sink in sinks:
+            sink.close()
+        raise ConfigError(str(error)) from error
     if config.logger.console:
         advice = getattr(env, "advice", "raise loop.num_actor_threads")
         sinks.append(ConsoleSink(config.total_env_steps, config.num_iterations, advice=advice))

@@ -1,5 +1,6 @@
 """`check_env`: plays an environment with random actions and requires every rule of the contract in env.py."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torchpod.testing.contract import (
     require_tensor,
     rows,
 )
+from torchpod.testing.kernels import compare_with_fakes
 from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -53,8 +55,9 @@ def check_env(
     """Tests that an environment keeps the contract which the loops rely on.
 
     Plays with random actions and looks at every step; then, as far as the environment's traits promise it,
-    repeats steps to see that they are pure, that rows do not influence each other, that gradients flow, and
-    that vmapped and compiled steps give the same. A host environment has no traits and is only played.
+    repeats steps to see that they are pure, that rows do not influence each other, that gradients flow, that
+    operators of the user's own return what they promise to the compiler, and that vmapped and compiled steps give
+    the same. A host environment has no traits and is only played.
 
     Args:
       env: the environment; its state is left as the last step left it.
@@ -86,7 +89,7 @@ def check_env(
     if env.traits.differentiable:
         _check_gradients(env, calls)
     if env.traits.vmappable:
-        _check_vmap(env, random.at(env_keys, 0), calls)
+        _watched(env, lambda: _check_vmap(env, random.at(env_keys, 0), calls))
     if env.traits.capturable and compile:
         _check_compiled(env, env_keys, action_keys, num_steps)
 
@@ -105,7 +108,7 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
     """Plays, checks each timestep, and returns some calls: the first, the last, one at LAST and one after LAST."""
     spec, pure = env.spec, env.traits.pure
     keys = random.at(env_keys, 0)
-    state, timestep = _pair(env.init(keys), "init")
+    state, timestep = _pair(_watched(env, lambda: env.init(keys)), "init")
     _check_timestep(spec, timestep, keys)
     require(
         (timestep.step_type == FIRST).all(),
@@ -122,7 +125,8 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
         action = random_action(spec, timestep.observation, random.at(action_keys, i))
         before = clone((state if pure else (), action, keys))
         timestep_before = clone(timestep)
-        new_state, new = _pair(env.step(state, action, keys), "step")
+        step = functools.partial(env.step, state, action, keys)
+        new_state, new = _pair(_watched(env, step) if i == 1 else step(), "step")
         if pure:
             changed = difference((state, action, keys), before, "(state, action, keys)")
             require(changed is None, f"step() must not modify its arguments; it changed {changed}.")
@@ -144,6 +148,15 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
         seen_last, seen_reset = seen_last or is_last, seen_reset or is_reset
         state, timestep = new_state, new
     return calls
+
+
+def _watched(env: Env, call: Callable[[], Any]) -> Any:
+    """Calls, and compares operators of the user's own with what they promise, if the environment may be compiled."""
+    try:
+        return call()
+    finally:
+        if env.traits.pure and env.traits.capturable:
+            compare_with_fakes(call)
 
 
 def _pair(result: Any, name: str) -> tuple[Tree, TimeStep]:
