@@ -72,9 +72,10 @@ $(READY):
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.ready-* && touch $@
 
-# EnvPool, which the tests of host environments need and `make train` does not: half a gigabyte.
+# What only tests need: EnvPool, half a gigabyte, and the package of MinAtar, of whose dependencies they need NumPy alone.
 $(HOST_READY): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[envpool]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps MinAtar
 	@rm -f $(VENV)/.host-* && touch $@
 
 $(PEERS_READY): bench/peers/requirements.txt
