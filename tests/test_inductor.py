@@ -55,3 +55,50 @@ def test_other_threads_get_on_while_a_kernel_runs():
         gaps.append(now - last)
         last = now
     assert max(gaps) < alone / 2
+
+
+def programs_of(fn, *args, monkeypatch):
+    """Compiles, and returns the results and the operators that are left for each call."""
+    graphs, fold = [], inductor._fold_constants
+
+    def spy(graph):
+        fold(graph)
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+
+    monkeypatch.setattr(inductor, "_fold_constants", spy)
+    return Compiler(True)(fn)(*args), graphs[0]
+
+
+def test_tables_are_made_when_a_function_is_compiled(monkeypatch, seed):
+    walls, aten = torch.tensor([[0, 1, 0], [1, 1, 0]]), torch.ops.aten
+
+    def fn(x):
+        cells = torch.arange(6, device=x.device)
+        rows, columns = cells // 3, cells % 3
+        bits = torch.where(columns == 1, 1 << rows, 0)
+        order = (5 - cells).sort().values
+        return x & bits, x + order, walls.to(x.device) * 2 + x.reshape(2, 3), torch.tensor([7, 8], device=x.device)
+
+    x = torch.randint(100, (6,), generator=torch.Generator().manual_seed(seed))
+    got, left = programs_of(fn, x, monkeypatch=monkeypatch)
+    for a, b in zip(got, fn(x), strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+    assert set(left) <= {aten.bitwise_and.Tensor, aten.add.Tensor, aten.view.default, aten.reshape.default}
+
+
+def test_what_is_spread_over_a_batch_is_no_table(monkeypatch):
+    def fn(x):
+        return (torch.arange(4).expand(8192, 4) * 3 + 1) + x
+
+    x = torch.zeros(8192, 4, dtype=torch.int64)
+    got, left = programs_of(fn, x, monkeypatch=monkeypatch)
+    assert torch.equal(got, fn(x))
+    assert torch.ops.aten.mul.Tensor in left
+
+
+def test_a_result_that_is_a_table_is_new_in_every_call():
+    """Whoever gets it may write to it."""
+    compiled = Compiler(True)(lambda x: (x + 1, torch.arange(4) * 2))
+    first = compiled(torch.zeros(1))[1]
+    first.add_(100)
+    assert compiled(torch.zeros(1))[1].tolist() == [0, 2, 4, 6]

@@ -169,15 +169,15 @@ def _fold_constants(graph: torch.fx.GraphModule) -> None:
             continue
         args, kwargs = pytree.tree_map_only(torch.fx.Node, known.__getitem__, (node.args, node.kwargs))
         value = cast(Any, node.target)(*args, **kwargs)
-        if not isinstance(value, Tensor) or value.numel() > max(_LARGE_TABLE, *(known[x].numel() for x in inputs), 0):
+        if _size(value) > max(_LARGE_TABLE, *(_size(known[x]) for x in inputs), 0):
             continue
-        if not inputs and value.ndim > 0 and node.target is not torch.ops.prims.iota.default:
-            continue  # zeros and the like
+        if node.target is torch.ops.aten.full.default and value.ndim > 0:
+            continue
         known[node] = value
         if not inputs or (node.target in _VIEWS and all(x in free for x in inputs)):
             free.add(node)
     for node, value in known.items():
-        if node not in free and any(user not in known for user in node.users):
+        if isinstance(value, Tensor) and node not in free and any(user not in known for user in node.users):
             graph.register_buffer(f"_folded_{node.name}", value)
             with nodes.inserting_before(node):
                 constant = nodes.get_attr(f"_folded_{node.name}")
@@ -190,6 +190,11 @@ _ROOTS = (torch.ops.prims.iota.default, torch.ops.aten.full.default, torch.ops.a
 _VIEWS = (torch.ops.aten.unsqueeze.default, torch.ops.aten.view.default, torch.ops.aten.expand.default)
 _LARGE_TABLE = 16384
 """Elements up to which a constant may grow when it is folded; what is broadcast over a batch is not."""
+
+
+def _size(value: Any) -> int:
+    """Elements of all tensors."""
+    return sum(x.numel() for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
 
 
 def _skip_cats(graph: torch.fx.Graph) -> None:
