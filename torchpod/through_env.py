@@ -118,11 +118,15 @@ class ThroughEnv:
         total, d_timestep, d_output, d_actor_state, sums = self._loss(
             state.params, buffers, state.targets, trajectory, keys
         )
-        d_timesteps, d_outputs = ([x.unbind(self._axis) for x in xs] for xs in (d_timestep, d_output))
+        d_timesteps, d_outputs = (
+            [x.movedim(self._axis, 0).contiguous().unbind(0) for x in xs] for xs in (d_timestep, d_output)
+        )
         d_env_state = [torch.zeros_like(x) for x in _floats(carries[-1].env_state)]
-        d_carry = d_env_state, [x[-1].contiguous() for x in d_timesteps], d_actor_state
+        d_carry = d_env_state, [x[-1] for x in d_timesteps], d_actor_state
         for t in reversed(range(len(carries))):
             here = [x[t] for x in d_outputs], [x[t] for x in d_timesteps]
+            # A program may lay its results out as it likes, and is compiled for arguments of one layout.
+            d_carry = tuple([x.contiguous() for x in xs] for xs in d_carry)
             total, d_carry = self._pull_back(
                 state.params, buffers, carries[t], env_keys, actor_keys, d_carry, *here, total
             )
@@ -180,8 +184,7 @@ class ThroughEnv:
         _, pull_back, *_ = torch.func.vjp(forward, params, _parts(carry))
         d_params, (d_env_state, d_before, d_actor_state) = pull_back((d_after, d_output))
         d_before = [a + b for a, b in zip(d_before, d_timestep, strict=True)]
-        d_carry = pytree.tree_map(Tensor.contiguous, (d_env_state, d_before, d_actor_state))
-        return total + _flat(params, d_params), d_carry
+        return total + _flat(params, d_params), (d_env_state, d_before, d_actor_state)
 
 
 def _flat(params: Variables, gradients: Variables) -> Tensor:
