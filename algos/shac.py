@@ -1,8 +1,7 @@
 """Short-horizon actor-critic, Xu et al. 2022 (https://arxiv.org/abs/2204.07137): APG with a value at the end.
 
 Unrolls are short, so that gradients stay small, and a critic says what comes after them. Read apg.py first. One thing
-differs from the paper: policy and critic take one step each per unroll (the critic there: 16 epochs of 4 minibatches), so
-give the critic a learning rate of its own.
+differs from the paper: per unroll the critic takes one step, as the policy does, not 16 epochs of 4 minibatches.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Gradients through the environment: against finite differences and autograd, for members, ranks and compiled programs."""
+"""Gradients through the environment: against finite differences and autograd; members, ranks, compiled programs."""
 
 import pytest
 import torch
@@ -79,6 +79,7 @@ def setting(cls, env, seed, iterations=1):
         variables = learner.params | learner.buffers
         _, made = unroll(tape, variables, carry, env_keys, actor_keys, length=T)
         assert (made.timestep.step_type[1:-1] == 2).any() and (made.timestep.step_type[2:] == 0).any()
+        assert anakin._through is not None
         return anakin._through.gradient(learner, tape.carries, made, env_keys, actor_keys, keys)
 
     return learner.params, loss, gradient
@@ -153,7 +154,8 @@ class Halves(Ranks):
 
 
 def test_two_ranks_take_the_step_of_one(seed):
-    Halves.handed.clear(), Halves.taken.clear()
+    Halves.handed.clear()
+    Halves.taken.clear()
     whole, _ = iterate(make(), seed, 1)
     for rank in (1, 0):
         half, _ = iterate(make(num_envs=B // 2, ranks=Halves(rank, 2)), seed, 1)

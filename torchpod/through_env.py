@@ -1,9 +1,10 @@
-"""Gradients through the environment: backpropagation through an unroll, one compiled step at a time. Read anakin.py first.
+"""Gradients through the environment: backpropagation through an unroll, one compiled step at a time.
 
-A graph of T steps would take inductor minutes. So the unroll runs without a graph and keeps its carries; then the loss is
-differentiated with respect to the trajectory, and each step, from the last to the first, is computed again and pulled
-back. Memory is that of T carries, the work one more forward pass, and compile time that of one step for any T. Nothing is
-pulled back beyond the first carry, so that no gradient goes from one unroll to the one before.
+Read learner.py and rollout.py first. A graph of T steps would take inductor minutes. So the unroll runs without a graph
+and keeps its carries; then the loss is differentiated with respect to the trajectory, and each step, from the last to
+the first, is computed again and pulled back. Memory is that of T carries, the work one more forward pass, and compile
+time that of one step for any T. Nothing is pulled back beyond the first carry, so that no gradient goes from one unroll
+to the one before.
 """
 
 from typing import Any
@@ -56,8 +57,8 @@ class ThroughEnv:
         name, c = type(agent).__name__, learner.config
         if not env.traits.differentiable:
             raise ValueError(
-                f"{name} learns through the environment, and {env.spec.name} is not differentiable; use algo=ppo, or an "
-                "environment that is, e.g. env=pendulum."
+                f"{name} learns through the environment, and {env.spec.name} is not differentiable; use algo=ppo, or "
+                "an environment that is, e.g. env=pendulum."
             )
         if (c.num_epochs, c.num_minibatches) != (1, 1):
             raise ValueError(
@@ -142,7 +143,9 @@ class ThroughEnv:
         def loss_of(params: Variables, parts: tuple[Floats, Floats, Floats]) -> tuple[Tensor, dict[str, Tensor]]:
             agent = bind(self.agent, params | buffers)
             batch = agent.prepare(_with_floats(trajectory, parts), keys)
-            out = agent.loss(batch, random.advance(keys[0], 1), bind(self.agent, targets | buffers) if targets else None)
+            out = agent.loss(
+                batch, random.advance(keys[0], 1), bind(self.agent, targets | buffers) if targets else None
+            )
             losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
             sums = {**out.metrics, **losses, "weight": batch.steps["weight"].sum()}
             return torch.stack([*losses.values()]).sum(), {k: v.detach() for k, v in sums.items()}

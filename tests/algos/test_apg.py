@@ -117,11 +117,13 @@ def test_the_critic_feels_no_gradient_of_the_policys_loss_nor_the_trajectory_one
     assert felt.nonzero().tolist() == [[4, 0], [T, 0], [T, 1], [T, 2]]
 
 
-@pytest.mark.parametrize("env", [Pendulum(max_episode_steps=10), PointMass(max_episode_steps=10)], ids=["pendulum", "mass"])
-@pytest.mark.parametrize("noise", [None, -1.0])
-def test_apg_and_shac_keep_the_contract(env, noise):
-    check_agent(APG(env.spec, APGConfig(hidden=(8,), initial_log_std=noise)), env, compile=noise is None)
-    check_agent(SHAC(env.spec, SHACConfig(hidden=(8,), initial_log_std=noise)), env, compile=noise is not None)
+@pytest.mark.parametrize(
+    "env", [Pendulum(max_episode_steps=10), PointMass(max_episode_steps=10)], ids=["pendulum", "mass"]
+)
+def test_apg_and_shac_keep_the_contract(env):
+    """A deterministic APG and a noisy SHAC; what a step does is compiled in tests/test_through_env.py."""
+    check_agent(APG(env.spec, APGConfig(hidden=(8,))), env, unroll_length=16, compile=False)
+    check_agent(SHAC(env.spec, SHACConfig(hidden=(8,))), env, unroll_length=16, compile=False)
 
 
 def test_actions_stay_within_their_range_and_noise_follows_log_std(seed):
@@ -130,6 +132,7 @@ def test_actions_stay_within_their_range_and_noise_follows_log_std(seed):
     _, timestep = Pendulum().init(keys[:1])
     timestep = pytree.tree_map(lambda x: x.expand(4000, *x.shape[1:]), timestep)
     raw = (agent.act(timestep, (), keys)[0].action / 2).atanh()
+    assert agent.log_std is not None
     mean = (agent.act(timestep, (), keys, False)[0].action / 2).atanh()
     assert (raw - mean).mean().abs() < 0.05 * agent.log_std.exp()
     torch.testing.assert_close((raw - mean).std(), agent.log_std.exp()[0], rtol=0.05, atol=0)

@@ -45,7 +45,8 @@ def check_agent(
     """Tests that an agent keeps the contract which the loops and the learner rely on.
 
     Lets it act, prepares the trajectory, and takes the gradient of its loss: shapes, purity, the meaning of
-    weights, that every parameter learns (through the environment, if the agent does), that all of it works for a population (vmap) and can be compiled.
+    weights, that every parameter learns (of an agent with `through_env`, through the environment), that all of it works
+    for a population (vmap) and can be compiled.
 
     Args:
       agent: the agent; a copy is tested.
@@ -100,7 +101,10 @@ def check_agent(
 
     if agent.through_env:
         require(agent.recurrent, "An agent with through_env must be recurrent: its loss gets the steps in order.")
-        require(env.traits.differentiable, f"through_env needs an environment that is differentiable; {env.spec.name} is not.")
+        require(
+            env.traits.differentiable,
+            f"through_env needs an environment that is differentiable; {env.spec.name} is not.",
+        )
         _check_gradients(gradient_through(params))
     else:
         _check_gradients(gradient(params, minibatch, keys[0]))
