@@ -129,10 +129,13 @@ def test_members_of_a_population_equal_runs_of_their_own(seed):
         assert_close(pytree.tree_map(lambda x, i=i: x[i], together), alone, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("population", [1, 2])
-def test_the_compiled_iteration_equals_the_eager_one(seed, population):
-    eager, metrics = iterate(make(compiler=Compiler(False, population)), seed % 2**31, 2)
-    compiled, others = iterate(make(compiler=Compiler(True, population)), seed % 2**31, 2)
+@pytest.mark.parametrize(
+    ("cls", "env", "population"),
+    [(APG, "point_mass", 1), pytest.param(SHAC, "pendulum", 2, marks=pytest.mark.slow)],
+)
+def test_the_compiled_iteration_equals_the_eager_one(seed, cls, env, population):
+    eager, metrics = iterate(make(cls, ENVS[env], compiler=Compiler(False, population)), seed % 2**31, 2)
+    compiled, others = iterate(make(cls, ENVS[env], compiler=Compiler(True, population)), seed % 2**31, 2)
     assert_close(compiled.carry, eager.carry, rtol=1e-3, atol=1e-4)
     assert_close(compiled.learner.params, eager.learner.params, rtol=1e-2, atol=1e-4)
     assert_close(others, metrics, rtol=1e-3, atol=1e-4, equal_nan=True)

@@ -30,7 +30,7 @@ class Pendulum(TensorEnv):
     Args:
       max_episode_steps: time limit.
       max_start_angle: episodes start at most this far from upright (rad); pi, Gymnasium's, is anywhere. With a
-        small one the task is to balance. Up to 0.15 the motor is strong enough whatever the velocity.
+        small one the task is to balance.
     """
 
     traits = Traits(differentiable=True)

@@ -113,8 +113,8 @@ class Sebulba:
         self.make_agent, self.agent = make_agent, make_agent().to(device)
         if self.agent.through_env:
             raise ValueError(
-                f"{type(self.agent).__name__} learns through the environment, and Sebulba differentiates no steps; run it "
-                "with loop=anakin."
+                f"{type(self.agent).__name__} learns through the environment, and Sebulba differentiates no steps; "
+                "run it with loop=anakin."
             )
         most = self.agent.max_lag
         if most is not None and (config.lag == "free" or config.lag > most):
