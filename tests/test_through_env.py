@@ -174,13 +174,16 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(seed):
     assert_close(replay.state, whole, rtol=0, atol=0)
 
 
-def test_what_cannot_work_is_refused():
+def test_what_cannot_work_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="learns through the environment, and mountain_car_continuous is not diff"):
         make(env=MountainCarContinuous())
     with pytest.raises(ValueError, match="cartpole has"):
         make(env=CartPole())
     with pytest.raises(ValueError, match="num_epochs=1 and algo.learner.num_minibatches=1, not 4 and 4"):
         make(learner=LearnerConfig())
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="it must be recurrent"):
+        patch.setattr(SHAC, "recurrent", False)
+        make()
     env = Pendulum()
     with pytest.raises(ValueError, match="SHAC learns through the environment.*loop=anakin"):
         Sebulba(

@@ -50,7 +50,8 @@ class ThroughEnv:
       compiler: how to compile (and vmap) the parts.
 
     Raises:
-      ValueError: if the environment is not differentiable, or the learner is to reuse or cut the unroll.
+      ValueError: if the environment is not differentiable, the learner is to reuse or cut the unroll, or the agent is
+        not `recurrent`.
     """
 
     def __init__(self, agent: Agent, env: Env, *, learner: Learner, compiler: Compiler) -> None:
@@ -65,7 +66,11 @@ class ThroughEnv:
                 f"{name} takes one step per unroll, whose graph is then gone; use algo.learner.num_epochs=1 and "
                 f"algo.learner.num_minibatches=1, not {c.num_epochs} and {c.num_minibatches}."
             )
-        assert agent.recurrent and not agent.standardise
+        if not agent.recurrent or agent.standardise:
+            raise ValueError(
+                f"{name} has through_env, so it must be recurrent (its loss gets the steps in order) and standardise "
+                "nothing."
+            )
         self.agent, self.learner = agent, learner
         self._step = make_step(agent, env)
         self._axis = 0 if compiler.population == 1 else 1
