@@ -20,6 +20,7 @@ from torchpod.envs.grids.four_rooms import FourRooms
 from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
+from torchpod.envs.point_mass import PointMass
 
 MAKERS: dict[str, Callable[..., Env]] = {
     "acrobot": Acrobot,
@@ -41,6 +42,7 @@ MAKERS: dict[str, Callable[..., Env]] = {
     "mountain_car": MountainCar,
     "mountain_car_continuous": MountainCarContinuous,
     "pendulum": Pendulum,
+    "point_mass": PointMass,
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "MountainCar",
     "MountainCarContinuous",
     "Pendulum",
+    "PointMass",
     "Seaquest",
     "SpaceInvaders",
 ]

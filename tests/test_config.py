@@ -37,6 +37,7 @@ def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
     if override == "env=envpool" or "pong" in override:
         pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
     host = ["loop=sebulba"] if override in ("env=envpool", "env=gymnasium") else []
+    host += ["env=pendulum"] if override in ("algo=apg", "algo=shac") else []
     host += ["+env.max_episode_steps=20"] if "pong" in override else []
     run = execute(load([override, *host, *TINY, f"run_dir={tmp_path / 'run'}"]))
     assert 0 < run.summary["env_steps"] <= 16 * 16

@@ -34,6 +34,11 @@ class Agent(nn.Module):
     max_lag: int | None = 0
     """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
 
+    through_env: bool = False
+    """True: the gradient of `loss` also flows through the trajectory, that is through the steps of the environment that
+    led there, to the actions and parameters (through_env.py). The agent is `recurrent`, its losses are summed, and it
+    detaches what they should not feel. Anakin alone runs it, in environments with the trait `differentiable`."""
+
     if TYPE_CHECKING:  # buffers registered by name have no other declaration
 
         def __getattr__(self, name: str) -> Any: ...

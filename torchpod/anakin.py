@@ -21,7 +21,8 @@ from torchpod.env import Env
 from torchpod.episodes import Episodes, count_episodes, mean_metrics
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
-from torchpod.rollout import make_step, start, unroll
+from torchpod.rollout import Step, make_step, start, unroll
+from torchpod.through_env import Tape, ThroughEnv
 from torchpod.types import Carry, Trajectory
 
 ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM, EVAL_STREAM = range(4)
@@ -167,6 +168,9 @@ class Anakin:
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env))
         self._count = compiler(count_episodes)
+        self._through = None
+        if self.agent.through_env:
+            self._through = ThroughEnv(self.agent, env, learner=self.learner, compiler=compiler)
 
     def init(self, seed: int, members: list[int] | None = None) -> RunState:
         """The state before the first iteration; member p of a population is the run of seed + p."""
@@ -185,9 +189,12 @@ class Anakin:
 
     def rollout(self, state: RunState) -> tuple[Carry, Trajectory]:
         """The first half of an iteration."""
+        return self._rollout(self._step, state)
+
+    def _rollout(self, step: Step, state: RunState) -> tuple[Carry, Trajectory]:
         with span("rollout"):
             return unroll(
-                self._step,
+                step,
                 state.learner.params | state.learner.buffers,
                 state.carry,
                 state.env_keys,
@@ -198,10 +205,16 @@ class Anakin:
 
     def iterate(self, state: RunState) -> tuple[RunState, dict[str, Tensor]]:
         """One iteration: pure, without a host sync."""
-        carry, trajectory = self.rollout(state)
+        tape = Tape(self._step)
+        carry, trajectory = self._rollout(tape if self._through else self._step, state)
         with span("update"):
             keys = random.at(state.learner_keys, state.iteration * self.learner.counters_per_update)
-            learner, metrics = self.learner.update(state.learner, trajectory, keys)
+            if self._through:
+                learner, metrics = self._through.update(
+                    state.learner, tape.carries, trajectory, state.env_keys, state.actor_keys, keys
+                )
+            else:
+                learner, metrics = self.learner.update(state.learner, trajectory, keys)
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
         return next_state(state, carry, learner, metrics, episodes, self.ranks)
 

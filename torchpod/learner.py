@@ -138,7 +138,7 @@ class Learner:
         Returns:
           The next state, and metrics: scalars, means over the minibatches and ranks.
         """
-        buffers = self._annealed(state)
+        buffers = self.annealed(state)
         batch = self._prepare(state.params, buffers, trajectory, keys)
         totals = []
         for epoch in range(self.config.num_epochs):
@@ -162,13 +162,28 @@ class Learner:
             state = self._absorb(state, {name: self.ranks.sum(x) for name, x in sums.items()})
         return state, pytree.tree_map(lambda *xs: torch.stack(xs, -1).mean(-1), *totals)
 
+    def apply_sum(
+        self, state: LearnerState, total: Tensor, metric_names: tuple[str, ...]
+    ) -> tuple[LearnerState, dict[str, Tensor]]:
+        """One optimizer step along a gradient that was taken elsewhere (through_env.py).
+
+        Args:
+          state: to be updated.
+          total: flat: gradient, metrics and, at the end, the weight of this rank's rows, by which all else is divided.
+          metric_names: of the metrics.
+        """
+        self._metric_names = metric_names
+        self.ranks.sum(total)
+        return self._apply(state, total[..., :-1] / total[..., -1:])
+
     def _remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""
         per_iteration = self.config.num_epochs * self.config.num_minibatches
         done = torch.div(num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
         return (1.0 - done).clamp(min=0.0)
 
-    def _annealed(self, state: LearnerState) -> Variables:
+    def annealed(self, state: LearnerState) -> Variables:
+        """The buffers that this iteration learns with."""
         if not self.config.anneal:
             return state.buffers
         remaining = self._remaining(state.num_steps)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.env import TensorEnv
-from torchpod.envs.arguments import at_least
+from torchpod.envs.arguments import at_least, number
 from torchpod.specs import Box, EnvSpec, Traits
 
 GRAVITY, MASS, LENGTH = 10.0, 1.0, 1.0
@@ -26,12 +26,18 @@ class Pendulum(TensorEnv):
 
     Observation `[B, 3]`: cosine and sine of the angle (0 is upright), angular velocity (rad/s). Action `[B,
     1]`: torque (N m), clamped to [-2, 2].
+
+    Args:
+      max_episode_steps: time limit.
+      max_start_angle: episodes start at most this far from upright (rad); pi, Gymnasium's, is anywhere. With a
+        small one the task is to balance.
     """
 
     traits = Traits(differentiable=True)
 
-    def __init__(self, max_episode_steps: int = 200) -> None:
+    def __init__(self, max_episode_steps: int = 200, max_start_angle: float = math.pi) -> None:
         at_least(1, max_episode_steps=max_episode_steps)
+        self.max_start_angle = number("max_start_angle", max_start_angle, 0.0, math.pi)
         self.spec = EnvSpec(
             "pendulum",
             observation=Box((3,), -MAX_SPEED, MAX_SPEED),
@@ -40,9 +46,9 @@ class Pendulum(TensorEnv):
         )
 
     def reset(self, keys: Tensor) -> Tensor:
-        """State `[B, 2]`: angle uniform in [-pi, pi), angular velocity in [-1, 1)."""
+        """State `[B, 2]`: angle uniform in [-max_start_angle, max_start_angle), angular velocity in [-1, 1)."""
         angle, velocity = random.uniform(keys, 2, -1.0, 1.0).unbind(-1)
-        return torch.stack([math.pi * angle, velocity], -1)
+        return torch.stack([self.max_start_angle * angle, velocity], -1)
 
     def transition(self, state: Tensor, action: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One semi-implicit Euler step of 50 ms."""

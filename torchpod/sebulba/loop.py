@@ -112,6 +112,11 @@ class Sebulba:
         if config.refresh == "step" and config.lag != "free":
             raise ValueError(f"loop.refresh=step takes the newest parameters, not those of loop.lag={config.lag}.")
         self.make_agent, self.agent = make_agent, make_agent().to(device)
+        if self.agent.through_env:
+            raise ValueError(
+                f"{type(self.agent).__name__} learns through the environment, and Sebulba differentiates no steps; "
+                "run it with loop=anakin."
+            )
         most = self.agent.max_lag
         if most is not None and (config.lag == "free" or config.lag > most):
             raise ValueError(

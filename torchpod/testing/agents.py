@@ -45,7 +45,8 @@ def check_agent(
     """Tests that an agent keeps the contract which the loops and the learner rely on.
 
     Lets it act, prepares the trajectory, and takes the gradient of its loss: shapes, purity, the meaning of
-    weights, that every parameter learns, that all of it works for a population (vmap) and can be compiled.
+    weights, that every parameter learns (of an agent with `through_env`, through the environment), that all of it works
+    for a population (vmap) and can be compiled.
 
     Args:
       agent: the agent; a copy is tested.
@@ -86,7 +87,27 @@ def check_agent(
 
     _check_loss(groups, params, minibatch, keys[0], loss)
     _check_weights(agent, params, minibatch, keys, loss, gradient)
-    _check_gradients(gradient(params, minibatch, keys[0]))
+
+    def gradient_through(own: Variables) -> Variables:
+        """Of all losses, with the trajectory made of the same parameters."""
+
+        def total(own: Variables) -> Tensor:
+            step, carry = make_step(agent, env), start(agent, env, env_keys)
+            _, made = unroll(step, own | buffers, carry, env_keys, actor_keys, length=unroll_length, grad=True)
+            batch = _minibatch(agent, bind(agent, own | buffers).prepare(made, keys))
+            return torch.stack([*loss(own, batch, keys[0])[0].values()]).sum()
+
+        return torch.func.grad(total)(own)
+
+    if agent.through_env:
+        require(agent.recurrent, "An agent with through_env must be recurrent: its loss gets the steps in order.")
+        require(
+            env.traits.differentiable,
+            f"through_env needs an environment that is differentiable; {env.spec.name} is not.",
+        )
+        _check_gradients(gradient_through(params))
+    else:
+        _check_gradients(gradient(params, minibatch, keys[0]))
 
     timestep = pytree.tree_map(lambda x: x[0], trajectory.timestep)
     other = _perturb(params, random.fold_in(root, 4))

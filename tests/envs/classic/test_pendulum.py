@@ -87,3 +87,15 @@ def test_reset_covers_the_circle():
 def test_a_wrong_time_limit_is_refused(wrong):
     with pytest.raises(ValueError, match="max_episode_steps=.* use an integer of at least 1"):
         Pendulum(max_episode_steps=wrong)
+
+
+def test_reset_near_upright():
+    theta, theta_dot = Pendulum(max_start_angle=0.3).reset(KEYS).unbind(-1)
+    assert 0.29 < theta.abs().max() <= 0.3
+    assert 0.98 < theta_dot.abs().max() <= 1
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 4.0, "small"])
+def test_a_wrong_start_angle_is_refused(wrong):
+    with pytest.raises(ValueError, match="max_start_angle=.* use a number from 0 to 3.14159"):
+        Pendulum(max_start_angle=wrong)
