@@ -29,6 +29,7 @@ MOMENTS = {
     "mountain_car": 60,
     "mountain_car_continuous": 60,
     "pendulum": 20,
+    "point_mass": 12,
 }
 """After how many steps the picture is taken."""
 

@@ -48,6 +48,22 @@ def draw_pendulum(canvas: Canvas, env: Env, state: Tensor, observation: Tree) ->
     canvas.text((canvas.width - 12, 18), f"{velocity:+.1f} rad/s", DARK, 13, "rm")
 
 
+def draw_point_mass(canvas: Canvas, env: Env, state: Tensor, observation: Tree) -> None:
+    """The mass, where it is to be, and where it will be in half a second if nothing pushes it."""
+    scale, centre = canvas.width / 5, (canvas.width / 2, canvas.height / 2)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return centre[0] + scale * x, centre[1] - scale * y
+
+    for i in range(-2, 3):
+        canvas.line([place(i, -2.4), place(i, 2.4)], LIGHT, 1)
+        canvas.line([place(-2.4, i), place(2.4, i)], LIGHT, 1)
+    canvas.circle(centre, 16, GREEN, PAPER, 3)
+    x, y, v_x, v_y = state.tolist()
+    canvas.line([place(x, y), place(x + v_x / 2, y + v_y / 2)], GREY, 3)
+    canvas.circle(place(x, y), 10, BLUE)
+
+
 def draw_acrobot(canvas: Canvas, env: Env, state: Tensor, observation: Tree) -> None:
     """Both links, and the height that the tip must reach."""
     theta_1, theta_2, _, _ = state.tolist()

@@ -61,6 +61,7 @@ DRAWINGS: dict[type, Drawing] = {
     envs.MountainCar: Drawing(classic.draw_mountain_car, (480, 340), 30),
     envs.MountainCarContinuous: Drawing(classic.draw_mountain_car, (480, 340), 30),
     envs.Pendulum: Drawing(classic.draw_pendulum, (400, 400), 30),
+    envs.PointMass: Drawing(classic.draw_point_mass, (400, 400), 10),
     envs.Seaquest: _board(grids.SEAQUEST),
     envs.SpaceInvaders: _board(grids.SPACE_INVADERS),
 }
