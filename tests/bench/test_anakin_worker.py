@@ -8,5 +8,5 @@ def test_a_profile_accounts_for_the_timed_calls_alone():
     assert calls["make_step.<locals>.step"] == 2 * 128  # two iterations, none of the warm-up
     assert calls["Learner._gradient_one"] == calls["Learner._apply_one"] == 2 * 16
     assert 0 < sum(map(sum, clock.seconds.values())) < sum(m["wall_s"])
-    assert len(clock.table(sum(m["wall_s"])).splitlines()) == len(calls) + 1
+    assert len(clock.table(sum(m["wall_s"])).splitlines()) == sum(map(bool, calls.values())) + 1
     assert m["env_steps"][0] <= 4 * 128 and len(m["env_steps"]) == 2  # resets are no steps
