@@ -5,6 +5,8 @@ EXTRAS ?= dev,tensorboard,plot,video
 TORCH ?= torch==2.13.0
 # More options for pip's first call, which installs torch, e.g. to choose between its CPU and CUDA builds.
 TORCH_PIP_ARGS ?=
+# Processes that share out the tests: each compiles, and takes about a gigabyte.
+WORKERS ?= 2
 # More overrides, e.g. make train ARGS="num_envs=64 compile=false"; make test ARGS="-k vtrace".
 ARGS ?=
 
@@ -24,12 +26,12 @@ train: setup
 	$(BIN)/torchpod train experiment=cartpole $(ARGS)
 
 test: setup $(HOST_READY)
-	$(BIN)/python -m pytest -m "not gpu and not slow" -rs $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow" -rs -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Everything that needs no GPU; the outcome goes to docs/test-all.md.
 test-all: setup $(HOST_READY)
 	@mkdir -p docs
-	@log=$$(mktemp) && { $(BIN)/python -m pytest -m "not gpu" -rs $(ARGS); echo $$? > $$log.rc; } | tee $$log; \
+	@log=$$(mktemp) && { $(BIN)/python -m pytest -m "not gpu" -rs -n $(WORKERS) --dist worksteal $(ARGS); echo $$? > $$log.rc; } | tee $$log; \
 	dirty=$$(test -z "$$(git status --porcelain -- . ':!docs/test-all.md')" || echo " + changes"); \
 	test -s docs/test-all.md || printf '# Runs of the whole suite (make test-all)\n\n| date | commit | result |\n|---|---|---|\n' > docs/test-all.md; \
 	echo "| $$(date -u +%F) | $$(git rev-parse --short HEAD 2>/dev/null || echo none)$$dirty | $$(tail -n 1 $$log | tr -d '=' | sed 's/^ *//; s/ *$$//') |" >> docs/test-all.md; \

@@ -5,6 +5,7 @@ Inductor's cache stays where torch puts it, one folder per user, so that a secon
 
 import os
 import secrets
+from typing import Any
 
 # Before torch: two OpenMP threads that compete for a core are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,10 +37,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="gpu: torch.cuda.is_available() is False"))
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count the gpu tests that the -m option leaves out."""
+    global gpu_left_out
+    gpu_left_out += sum(item.get_closest_marker("gpu") is not None for item in items)
+
+
+gpu_left_out = 0
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the number to the process that reports, if tests are shared out by pytest-xdist."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["gpu_left_out"] = gpu_left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Every worker collects all tests, so one number is that of all."""
+    global gpu_left_out
+    gpu_left_out = getattr(node, "workeroutput", {}).get("gpu_left_out", gpu_left_out)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count the gpu tests that did not run, so that they cannot be forgotten unseen."""
-    left_out = [i for i in terminalreporter.stats.get("deselected", []) if i.get_closest_marker("gpu")]
+    """Say how many gpu tests did not run, so that they cannot be forgotten unseen."""
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu: torch.cuda" in str(r.longrepr)]
-    if left_out or skipped:
+    if gpu_left_out or skipped:
         why = "there is no CUDA device" if not torch.cuda.is_available() else "the -m option leaves them out"
-        terminalreporter.write_line(f"gpu tests not run: {len(left_out) + len(skipped)} ({why})")
+        terminalreporter.write_line(f"gpu tests not run: {gpu_left_out + len(skipped)} ({why})")

@@ -57,6 +57,7 @@ def test_an_agent_that_normalises_keeps_the_contract(recurrent):
     check_agent(PPO(env.spec, PPOConfig(hidden=(8,), recurrent=recurrent, **BOTH)), env)
 
 
+@pytest.mark.slow
 def test_compiled_populations_keep_statistics_of_their_own(seed):
     config, env = PPOConfig(hidden=(8,), **BOTH), CartPole(max_episode_steps=7)
     compiled = make(config, env, enabled=True, population=2)

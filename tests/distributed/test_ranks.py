@@ -55,7 +55,14 @@ MLP = ("experiment=cartpole", "env.max_episode_steps=30", *NORMALISED)
 GRU = ("experiment=memory_chain", "env.memory_length=5", "algo.agent.recurrent=8")
 
 
-@pytest.mark.parametrize("agent", [MLP, GRU, (*MLP, "compile=true")], ids=["mlp", "gru", "compiled"])
+@pytest.mark.parametrize(
+    "agent",
+    [
+        pytest.param(MLP, id="mlp"),
+        pytest.param(GRU, id="gru"),
+        pytest.param((*MLP, "compile=true"), id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(agent: tuple[str, ...], tmp_path: Path):
     overrides = (*SMALL, *agent, f"total_env_steps={20 * ITERATION}")
     out = tmp_path / "two"
