@@ -1,14 +1,13 @@
 import secrets
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import AcrobotEnv
 
+from tests.envs.classic.beside_gymnasium import free_run
 from torchpod import random
 from torchpod.envs.classic.acrobot import MAX_SPEED_1, MAX_SPEED_2, Acrobot
-from torchpod.types import FIRST, LAST
 
 KEYS = random.split(random.key(0), 1000)
 
@@ -47,51 +46,19 @@ def test_one_step_equals_gymnasium_from_1000_random_states():
     assert 0.1 < terminated.float().mean() < 0.9  # both outcomes were compared
 
 
-def free_run(policy, num_episodes, tolerance, compared_steps):
-    """Whole episodes in float64 beside Gymnasium, each acting on its own state; returns their lengths."""
-    env, theirs, keys = Acrobot(), gymnasium.make("Acrobot-v1"), KEYS[:1]
-    inside = theirs.unwrapped
-    assert isinstance(inside, AcrobotEnv)
-    (inner, count, was_last), timestep = env.init(random.at(keys, 0))
-    state, lengths, length = (inner.double(), count, was_last), [], 0
-    theirs.reset(seed=0)
-    inside.state = state[0][0].numpy()
-    step = 0
-    while len(lengths) < num_episodes:
-        step += 1
-        action, their_action = policy(state[0][0].numpy(), step), policy(inside.state, step)
-        state, timestep = env.step(state, torch.tensor([action]), random.at(keys, step))
-        assert state[0].dtype == torch.float64
-        if timestep.step_type == FIRST:
-            theirs.reset(seed=0)
-            inside.state = state[0][0].numpy()
-            continue
-        _, reward, terminated, truncated, _ = theirs.step(their_action)
-        length += 1
-        assert inside.state is not None
-        if length <= compared_steps:
-            np.testing.assert_allclose(state[0][0].numpy(), inside.state, rtol=0, atol=tolerance)
-        assert timestep.reward == reward
-        assert (timestep.step_type == LAST) == (terminated or truncated)
-        assert (timestep.discount == 0) == terminated
-        if terminated or truncated:
-            lengths.append(length)
-            length = 0
-    return lengths
-
-
 def test_an_idle_episode_in_float64_equals_gymnasium_to_its_truncation():
-    assert free_run(lambda state, step: 1, 1, 1e-9, 500) == [500]
+    assert free_run(Acrobot(), "Acrobot-v1", lambda state, step: 1, 1).lengths == [500]
 
 
 def test_random_episodes_in_float64_equal_gymnasium_to_their_truncation():
     actions = np.random.default_rng(1).integers(0, 3, 10_000)
-    assert free_run(lambda state, step: int(actions[step]), 2, 1e-9, 500) == [500, 500]
+    assert free_run(Acrobot(), "Acrobot-v1", lambda state, step: int(actions[step]), 2).lengths == [500, 500]
 
 
 def test_episodes_that_swing_in_float64_equal_gymnasium_to_their_termination():
     # Once both links whirl, rounding errors grow tenfold in 3 steps: compare numbers for 100.
-    lengths = free_run(lambda state, step: 2 if state[3] > 0 else 0, 8, 1e-9, 100)
+    whirl = free_run(Acrobot(), "Acrobot-v1", lambda state, step: 2 if state[3] > 0 else 0, 8, compared_steps=100)
+    lengths = whirl.lengths
     assert max(lengths) < 150 and len(set(lengths)) > 3
 
 

@@ -1,14 +1,13 @@
 import secrets
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
+from tests.envs.classic.beside_gymnasium import free_run
 from torchpod import random
 from torchpod.envs.classic.cartpole import THETA_LIMIT, X_LIMIT, CartPole
-from torchpod.types import FIRST, LAST
 
 KEYS = random.split(random.key(0), 1000)
 
@@ -39,49 +38,19 @@ def test_one_step_equals_gymnasium_from_1000_random_states():
     assert 0.1 < terminated.float().mean() < 0.9  # both outcomes were compared
 
 
-def free_run(policy, num_episodes, tolerance, compared_steps):
-    """Whole episodes in float64 beside Gymnasium, each acting on its own state; returns their lengths."""
-    env, theirs, keys = CartPole(), gymnasium.make("CartPole-v1"), KEYS[:1]
-    inside = theirs.unwrapped
-    assert isinstance(inside, CartPoleEnv)
-    (inner, count, was_last), timestep = env.init(random.at(keys, 0))
-    state, lengths, length = (inner.double(), count, was_last), [], 0
-    theirs.reset(seed=0)
-    inside.state = inner[0].double().numpy()
-    step = 0
-    while len(lengths) < num_episodes:
-        step += 1
-        action, their_action = policy(state[0][0].numpy(), step), policy(inside.state, step)
-        state, timestep = env.step(state, torch.tensor([action]), random.at(keys, step))
-        assert state[0].dtype == torch.float64
-        if timestep.step_type == FIRST:
-            theirs.reset(seed=0)
-            inside.state = state[0][0].numpy()
-            continue
-        _, reward, terminated, truncated, _ = theirs.step(their_action)
-        length += 1
-        assert inside.state is not None
-        if length <= compared_steps:
-            np.testing.assert_allclose(state[0][0].numpy(), inside.state, rtol=0, atol=tolerance)
-        assert timestep.reward == reward
-        assert (timestep.step_type == LAST) == (terminated or truncated)
-        assert (timestep.discount == 0) == terminated
-        if terminated or truncated:
-            lengths.append(length)
-            length = 0
-    return lengths
-
-
 def test_random_episodes_in_float64_equal_gymnasium_to_their_termination():
     actions = np.random.default_rng(1).integers(0, 2, 100_000)
-    lengths = free_run(lambda state, step: int(actions[step]), 30, 1e-9, 500)
+    lengths = free_run(CartPole(), "CartPole-v1", lambda state, step: int(actions[step]), 30).lengths
     assert max(lengths) < 500  # all terminated
 
 
 def test_balanced_episodes_in_float64_equal_gymnasium_to_their_truncation():
     # A rounding error grows tenfold in about 30 steps, whatever the actions: compare numbers for 150.
-    lengths = free_run(lambda s, _: int(s[2] + 0.3 * s[3] + 0.02 * s[0] + 0.04 * s[1] > 0), 2, 1e-6, 150)
-    assert lengths == [500, 500]
+    def balance(s, step):
+        return int(s[2] + 0.3 * s[3] + 0.02 * s[0] + 0.04 * s[1] > 0)
+
+    episodes = free_run(CartPole(), "CartPole-v1", balance, 2, tolerance=1e-6, compared_steps=150)
+    assert episodes.lengths == [500, 500]
 
 
 def test_reset_is_uniform_between_minus_and_plus_0_05():

@@ -1,14 +1,13 @@
 import secrets
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import MountainCarEnv
 
+from tests.envs.classic.beside_gymnasium import free_run
 from torchpod import random
 from torchpod.envs.classic.mountain_car import GOAL, MIN_POSITION, MountainCar
-from torchpod.types import FIRST, LAST
 
 KEYS = random.split(random.key(0), 1000)
 
@@ -47,48 +46,16 @@ def test_one_step_equals_gymnasium_from_1000_random_states():
     assert 0.05 < terminated.float().mean() < 0.5  # both outcomes were compared
 
 
-def free_run(policy, num_episodes):
-    """Whole episodes in float64 beside Gymnasium, each acting on its own state; their lengths, and hits of the wall."""
-    env, theirs, keys = MountainCar(), gymnasium.make("MountainCar-v0"), KEYS[:1]
-    inside = theirs.unwrapped
-    assert isinstance(inside, MountainCarEnv)
-    (inner, count, was_last), timestep = env.init(random.at(keys, 0))
-    state, lengths, length, walls = (inner.double(), count, was_last), [], 0, 0
-    theirs.reset(seed=0)
-    inside.state = state[0][0].numpy()
-    step = 0
-    while len(lengths) < num_episodes:
-        step += 1
-        action, their_action = policy(state[0][0].numpy(), step), policy(inside.state, step)
-        state, timestep = env.step(state, torch.tensor([action]), random.at(keys, step))
-        assert state[0].dtype == torch.float64
-        if timestep.step_type == FIRST:
-            theirs.reset(seed=0)
-            inside.state = state[0][0].numpy()
-            continue
-        _, reward, terminated, truncated, _ = theirs.step(their_action)
-        length += 1
-        np.testing.assert_allclose(state[0][0].numpy(), np.array(inside.state), rtol=0, atol=1e-9)
-        assert timestep.reward == reward
-        assert (timestep.step_type == LAST) == (terminated or truncated)
-        assert (timestep.discount == 0) == terminated
-        walls += inside.state[0] == MIN_POSITION
-        if terminated or truncated:
-            lengths.append(length)
-            length = 0
-    return lengths, walls
-
-
 def test_random_episodes_in_float64_equal_gymnasium_to_their_truncation():
     actions = np.random.default_rng(1).integers(0, 3, 10_000)
-    lengths, _ = free_run(lambda state, step: int(actions[step]), 3)
-    assert lengths == [200] * 3
+    episodes = free_run(MountainCar(), "MountainCar-v0", lambda state, step: int(actions[step]), 3)
+    assert episodes.lengths == [200] * 3
 
 
 def test_episodes_that_swing_in_float64_equal_gymnasium_to_their_termination():
-    lengths, walls = free_run(lambda state, step: 2 if state[1] >= 0 else 0, 10)
+    lengths, positions = free_run(MountainCar(), "MountainCar-v0", lambda state, step: 2 if state[1] >= 0 else 0, 10)
     assert max(lengths) < 200 and len(set(lengths)) > 3
-    assert walls > 0
+    assert positions.count(MIN_POSITION) > 0  # hits of the wall
 
 
 def test_reset_is_at_rest_and_uniform_between_minus_0_6_and_minus_0_4():

@@ -1,15 +1,14 @@
 import secrets
 from types import SimpleNamespace
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import Continuous_MountainCarEnv, continuous_mountain_car
 
+from tests.envs.classic.beside_gymnasium import free_run
 from torchpod import random
 from torchpod.envs.classic.mountain_car_continuous import GOAL, MIN_POSITION, MountainCarContinuous
-from torchpod.types import FIRST, LAST
 
 KEYS = random.split(random.key(0), 1000)
 
@@ -48,35 +47,9 @@ def test_one_step_equals_gymnasium_from_1000_random_states():
     assert 0.05 < terminated.float().mean() < 0.5  # both outcomes were compared
 
 
-def free_run(policy, num_episodes, tolerance):
-    """Whole episodes in float64 beside Gymnasium, each acting on its own state; returns their lengths."""
-    env, theirs, keys = MountainCarContinuous(), gymnasium.make("MountainCarContinuous-v0"), KEYS[:1]
-    inside = theirs.unwrapped
-    assert isinstance(inside, Continuous_MountainCarEnv)
-    (inner, count, was_last), timestep = env.init(random.at(keys, 0))
-    state, lengths, length = (inner.double(), count, was_last), [], 0
-    theirs.reset(seed=0)
-    inside.state = state[0][0].numpy()
-    step = 0
-    while len(lengths) < num_episodes:
-        step += 1
-        action, their_action = policy(state[0][0].numpy(), step), policy(inside.state, step)
-        state, timestep = env.step(state, torch.tensor([[action]], dtype=torch.float64), random.at(keys, step))
-        assert state[0].dtype == torch.float64
-        if timestep.step_type == FIRST:
-            theirs.reset(seed=0)
-            inside.state = state[0][0].numpy()
-            continue
-        _, reward, terminated, truncated, _ = theirs.step(np.array([their_action], np.float64))
-        length += 1
-        np.testing.assert_allclose(state[0][0].numpy(), inside.state, rtol=0, atol=tolerance)
-        np.testing.assert_allclose(timestep.reward.item(), reward, rtol=0, atol=10 * tolerance)
-        assert (timestep.step_type == LAST) == (terminated or truncated)
-        assert (timestep.discount == 0) == terminated
-        if terminated or truncated:
-            lengths.append(length)
-            length = 0
-    return lengths
+def play(policy, num_episodes, tolerance):
+    env, task = MountainCarContinuous(), "MountainCarContinuous-v0"
+    return free_run(env, task, policy, num_episodes, tolerance=tolerance, reward_tolerance=10 * tolerance).lengths
 
 
 @pytest.fixture(params=[False, True], ids=["as_it_is", "without_rounding"])
@@ -90,11 +63,11 @@ def tolerance(request, monkeypatch):
 
 def test_a_random_episode_in_float64_equals_gymnasium_to_its_truncation(tolerance):
     actions = np.random.default_rng(1).uniform(-1.5, 1.5, 1000)
-    assert free_run(lambda state, step: actions[step], 1, tolerance) == [999]
+    assert play(lambda state, step: actions[step], 1, tolerance) == [999]
 
 
 def test_episodes_that_swing_in_float64_equal_gymnasium_to_their_termination(tolerance):
-    lengths = free_run(lambda state, step: 30 * float(state[1]) + 0.01, 6, tolerance)
+    lengths = play(lambda state, step: 30 * float(state[1]) + 0.01, 6, tolerance)
     assert max(lengths) < 999 and len(set(lengths)) > 3
 
 
