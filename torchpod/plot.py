@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from torchpod.metrics import METRICS_FILE, read_metrics
@@ -22,8 +23,8 @@ _STYLES = ("-", "--", ":", "-.")
 def plot(run_dirs: Iterable[Path | str], out: Path | str, metric: str = "episode_return") -> Path:
     """Draws a metric over environment steps: the interquartile mean over seeds with its 95 % bootstrap interval.
 
-    Runs of one experiment - one parent folder, as in `runs/<experiment>/<time>-seed<k>` - and all members of a
-    population count as seeds of one line. A line ends where the first of its seeds ends. With one seed there is no
+    Runs of one experiment in one folder, as in `runs/<experiment>/<time>-seed<k>`, and all members of a population
+    count as seeds of one line. A line ends where the first of its seeds ends. With one seed there is no
     interval.
 
     Args:
@@ -50,13 +51,22 @@ def plot(run_dirs: Iterable[Path | str], out: Path | str, metric: str = "episode
 
 def _experiments(folders: Sequence[Path]) -> list[str]:
     """The name of each run's experiment; as much of its path as tells it from the others."""
-    # A member of a population that was trained on is runs/<experiment>/<run>/members/<p>: a line of its own.
-    parents = [folder if folder.parent.name == "members" else folder.parent for folder in folders]
-    for depth in range(1, max(len(parent.parts) for parent in parents)):
-        names = ["/".join(parent.parts[-depth:]) for parent in parents]
-        if len(set(names)) == len(set(parents)):
+    places = [_place(folder) for folder in folders]
+    for depth in range(1, max(len(place.parts) for place in places)):
+        names = ["/".join(place.parts[-depth:]) for place in places]
+        if len(set(names)) == len(set(places)):
             return names
-    return [str(parent) for parent in parents]
+    return [str(place) for place in places]
+
+
+def _place(folder: Path) -> Path:
+    """Where the runs of the same experiment lie, with its name at the end."""
+    # A member of a population that was trained on is runs/<experiment>/<run>/members/<p>: a line of its own.
+    if folder.parent.name == "members":
+        return folder
+    config = folder / "config.yaml"
+    name = yaml.safe_load(config.read_text()).get("experiment_name") if config.is_file() else None
+    return folder.parent if name in (None, folder.parent.name) else folder.parent / name
 
 
 def _curves(folder: Path, metric: str) -> list[Curve]:
@@ -142,6 +152,8 @@ def _draw(groups: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]], ou
         axes.grid(color="#dddddd", lw=0.8)
         axes.set_axisbelow(True)
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=1 if len(groups) < 3 else 2)
+        if out.suffix.lstrip(".").lower() not in (kinds := figure.canvas.get_supported_filetypes()):
+            raise ValueError(f"{out} has the suffix {out.suffix or 'none'!r}; use one of .{', .'.join(sorted(kinds))}.")
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=160)
     return out
