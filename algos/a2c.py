@@ -34,7 +34,7 @@ class A2C(PPO):
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """`-log pi(a|s) A + c_v (V - R)^2 / 2 - c_e H`, section 4 of the paper."""
         b = batch.steps
-        policy, value = self._sequence(b["observation"], b["first"], batch.actor_state)
+        policy, value = self._forward(batch)
         log_prob, entropy = self._log_prob(policy, b["action"])
         policy_loss = -log_prob * b["advantage"]
         value_loss = 0.5 * (value - b["value_target"]).square()

@@ -18,7 +18,7 @@ from torchpod.agent import Agent
 from torchpod.nets import CELLS, CNN, Encoder, ObservationNormalizer, RunningMoments, make_torso, orthogonal
 from torchpod.ops import distributions as dists
 from torchpod.specs import Box, Discrete, EnvSpec
-from torchpod.types import FIRST, ActorOutput, TimeStep, Trajectory, Tree
+from torchpod.types import FIRST, ActorOutput, Batch, TimeStep, Trajectory, Tree
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class ActorCriticConfig:
     """Multiplies rewards before they are learned from (not those that are reported)."""
     reward_clip: float = math.inf
     """Then they are clipped to [-reward_clip, reward_clip]."""
+    reuse_forward: bool = False
+    """Differentiate the forward pass of the rollout, instead of computing it again; for one epoch of one minibatch."""
 
 
 class ActorCritic(Agent):
@@ -64,7 +66,7 @@ class ActorCritic(Agent):
                 f"{type(self).__name__} needs one Discrete or Box action, and {spec.name} has {spec.action}."
             )
         self.config, self.action_spec = config, spec.action
-        self.recurrent = config.recurrent > 0
+        self.recurrent, self.reuse_forward = config.recurrent > 0, config.reuse_forward
         self.hyperparameter("reward_scale", config.reward_scale)
         self.hyperparameter("reward_clip", config.reward_clip)
         if not config.hidden or min(*config.hidden, config.width, config.depth, 1) < 1 or config.recurrent < 0:
@@ -106,7 +108,9 @@ class ActorCritic(Agent):
             center, scale = self._range()
             action = (center + scale * raw).reshape(*raw.shape[:-1], *self.action_spec.shape)
         log_prob, _ = self._log_prob(policy, action)
-        extras = {"action_log_prob": log_prob, "state_value": value}
+        extras: dict[str, Tree] = {"action_log_prob": log_prob, "state_value": value}
+        if self.reuse_forward:
+            extras["forward"] = {"policy": policy, "value": value}
         if self.return_moments is None:
             return ActorOutput(action, extras), cell
         # Discounted backwards in time: its spread is that of the returns, and it is known at once.
@@ -122,6 +126,16 @@ class ActorCritic(Agent):
         if self.return_moments is not None:
             seen["return_moments"] = trajectory.output.extras["discounted_return"]
         return seen
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Policy output `[..., A]` and value `[...]` of a batch: those of the rollout if it is reused, or new ones."""
+        if self.reuse_forward:
+            return batch.steps["forward"]["policy"], batch.steps["forward"]["value"]
+        return self._sequence(batch.steps["observation"], batch.steps["first"], batch.actor_state)
+
+    def _reused(self, output: ActorOutput) -> dict[str, Tree]:
+        """What `prepare` hands on to `_forward`."""
+        return {"forward": output.extras["forward"]} if self.reuse_forward else {}
 
     def _cell_state(self, state: Tree) -> Tree:
         """That of the recurrent cell, of an agent's state."""
@@ -153,6 +167,12 @@ class ActorCritic(Agent):
                 hidden.append(self.cell.output(state))
             features = torch.stack(hidden)
         return self._heads(features, observation)
+
+    def _bootstrap(self, trajectory: Trajectory) -> Tensor:
+        """Value `[B]` of where the trajectory ends."""
+        t = trajectory.timestep
+        last = pytree.tree_map(lambda x: x[-1], t.observation)
+        return self._step(last, t.step_type[-1] == FIRST, trajectory.last_actor_state)[1]
 
     def _normalized(self, observation: Tree) -> Tree:
         return observation if self.normalizer is None else self.normalizer(observation)

@@ -7,6 +7,7 @@ the paper's agent; more minibatches reuse the same targets.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -42,8 +43,8 @@ class IMPALA(ActorCritic):
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """V-trace targets and policy advantages; resets get weight 0."""
         t, out = trajectory.timestep, trajectory.output
-        policy, value = self._sequence(t.observation, t.step_type == FIRST, trajectory.actor_state)
-        log_prob, _ = self._log_prob(policy[:-1], out.action)
+        policy, value = self._current(trajectory)
+        log_prob, _ = self._log_prob(policy, out.action)
         target, advantage = vtrace(
             log_prob - out.extras["action_log_prob"],
             self._reward(t.reward[1:]),
@@ -63,12 +64,21 @@ class IMPALA(ActorCritic):
             "value_target": target,
             "weight": (t.step_type[:-1] != LAST).float(),
         }
-        return Batch(steps, trajectory.actor_state)
+        return Batch(steps | self._reused(out), trajectory.actor_state)
+
+    def _current(self, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
+        """Policy output `[T, B, A]` and value `[T + 1, B]` of the parameters that are to be updated."""
+        if self.reuse_forward:  # they are those that acted
+            forward = trajectory.output.extras["forward"]
+            return forward["policy"], torch.cat([forward["value"], self._bootstrap(trajectory)[None]])
+        t = trajectory.timestep
+        policy, value = self._sequence(t.observation, t.step_type == FIRST, trajectory.actor_state)
+        return policy[:-1], value
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """`-log pi(a|s) A + c_v (V - v)^2 / 2 - c_e H`, section 4.2 of the paper."""
         b = batch.steps
-        policy, value = self._sequence(b["observation"], b["first"], batch.actor_state)
+        policy, value = self._forward(batch)
         log_prob, entropy = self._log_prob(policy, b["action"])
         metrics = {
             "policy_loss": -log_prob * b["advantage"],

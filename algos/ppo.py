@@ -46,13 +46,11 @@ class PPO(ActorCritic):
         """Advantages and value targets; resets get weight 0."""
         t, out = trajectory.timestep, trajectory.output
         v_tm1 = out.extras["state_value"]  # [T, B]
-        last, observation = (pytree.tree_map(lambda x, i=i: x[i], t.observation) for i in (-1, slice(0, -1)))
-        _, bootstrap, _ = self._step(last, t.step_type[-1] == FIRST, trajectory.last_actor_state)
-        v_t = torch.cat([v_tm1[1:], bootstrap[None]])
+        v_t = torch.cat([v_tm1[1:], self._bootstrap(trajectory)[None]])
         reward, discount = self._reward(t.reward[1:]), t.discount[1:] * self.discount
         advantage = gae(reward, discount, t.step_type[1:] == LAST, v_tm1, v_t, lambda_=self.gae_lambda)
         steps = {
-            "observation": observation,
+            "observation": pytree.tree_map(lambda x: x[:-1], t.observation),
             "first": t.step_type[:-1] == FIRST,
             "action": out.action,
             "action_log_prob": out.extras["action_log_prob"],
@@ -62,12 +60,12 @@ class PPO(ActorCritic):
             # LAST -> FIRST is a reset, no transition: mask it, or the value is learned across episodes.
             "weight": (t.step_type[:-1] != LAST).float(),
         }
-        return Batch(steps, trajectory.actor_state)
+        return Batch(steps | self._reused(out), trajectory.actor_state)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """Clipped surrogate (eq. 7 of the paper), clipped value loss, entropy bonus (eq. 9)."""
         b, c = batch.steps, self.config
-        policy, value = self._sequence(b["observation"], b["first"], batch.actor_state)
+        policy, value = self._forward(batch)
         log_prob, entropy = self._log_prob(policy, b["action"])
         log_ratio = log_prob - b["action_log_prob"]
         ratio, advantage = log_ratio.exp(), b["advantage"]

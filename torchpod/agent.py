@@ -38,6 +38,10 @@ class Agent(nn.Module):
     """True: the gradient of `loss` also flows through the trajectory, that is through the steps of the environment that
     led there, to the actions and parameters (through_env.py). The agent is `recurrent`, its losses are summed, and it
     detaches what they should not feel. Anakin alone runs it, in environments with the trait `differentiable`."""
+    reuse_forward: bool = False
+    """True: the update differentiates the forward pass of the rollout instead of computing it again
+    (reuse_forward.py). `act` puts what its networks say into `extras["forward"]`, `prepare` hands it on as
+    `steps["forward"]`, and `loss` begins there. For one epoch of one minibatch, one loss, and Anakin."""
 
     if TYPE_CHECKING:  # buffers registered by name have no other declaration
 

@@ -7,6 +7,7 @@ minibatches, and one flat gradient per optimizer step.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +64,11 @@ class LearnerState(NamedTuple):
     """int64 scalar, optimizer steps taken."""
     healthy: Tensor
     """bool scalar. A gradient that is not finite latches it to False and turns later updates into no-ops."""
+
+
+SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
+"""(state, chunks of a minibatch, keys) -> gradients of all parameters and metrics, one flat vector; names of the
+metrics."""
 
 
 class Learner:
@@ -127,18 +133,26 @@ class Learner:
             healthy=torch.ones((), dtype=torch.bool, device=device),
         )
 
-    def update(self, state: LearnerState, trajectory: Trajectory, keys: Tensor) -> tuple[LearnerState, dict]:
+    def update(
+        self,
+        state: LearnerState,
+        trajectory: Trajectory,
+        keys: Tensor,
+        sum_gradient: SumGradient | None = None,
+    ) -> tuple[LearnerState, dict[str, Tensor]]:
         """All epochs and minibatches over one trajectory.
 
         Args:
           state: from `init` or the last `update`.
           trajectory: T steps of this rank's B environments.
           keys: `[B, 3]`, one key per environment, with `counters_per_update` fresh counters.
+          sum_gradient: where the gradients of a minibatch's chunks come from, if not from the agent's loss alone
+            (reuse_forward.py).
 
         Returns:
           The next state, and metrics: scalars, means over the minibatches and ranks.
         """
-        buffers = self.annealed(state)
+        buffers, sum_gradient = self.annealed(state), sum_gradient or self._sum_gradient
         batch = self._prepare(state.params, buffers, trajectory, keys)
         totals = []
         for epoch in range(self.config.num_epochs):
@@ -150,7 +164,7 @@ class Learner:
             for i in range(self.config.num_minibatches):
                 loss_keys = random.advance(keys[..., 0, :], counter + 1 + i)
                 with span("gradient"):
-                    total = self._sum_gradient(
+                    total, self._metric_names = sum_gradient(
                         state._replace(buffers=buffers), chunks[i * num_chunks : (i + 1) * num_chunks], loss_keys
                     )
                 self.ranks.sum(total)
@@ -175,6 +189,17 @@ class Learner:
         self._metric_names = metric_names
         self.ranks.sum(total)
         return self._apply(state, total[..., :-1] / total[..., -1:])
+
+    def losses(
+        self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The agent's loss per optimizer group, and its metrics with these losses among them; all are scalars."""
+        target = bind(self.agent, targets | buffers) if targets else None
+        out = bind(self.agent, params | buffers).loss(batch, keys, target)
+        losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
+        if set(losses) != set(self._groups):
+            raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self._groups)}.")
+        return losses, {name: x.detach() for name, x in {**out.metrics, **losses}.items()}
 
     def _remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""
@@ -206,8 +231,8 @@ class Learner:
             columns.append(column)
         return [write(row) for row in zip(*columns, strict=True)]
 
-    def _sum_gradient(self, state: LearnerState, chunks: list[Batch], keys: Tensor) -> Tensor:
-        """Gradient and metrics of one minibatch in one flat vector, chunk by chunk."""
+    def _sum_gradient(self, state: LearnerState, chunks: list[Batch], keys: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+        """Gradient and metrics of one minibatch, chunk by chunk."""
         counters = torch.arange(len(chunks), device=keys.device).expand(*keys.shape[: self._axis], -1).unbind(-1)
         inputs = [
             (state.params, state.buffers, state.targets, chunk, keys, counter)
@@ -218,13 +243,15 @@ class Learner:
         total = torch.zeros(self._flat_shape, device=keys.device)
         for args in inputs:
             total = self._gradient(*args, total)
-        return total
+        return total, self._metric_names
 
     def _num_chunks(self, total_rows: int, splittable: int, device: str) -> int:
         """The divisor of `splittable` that brings the rows of a chunk nearest to `chunk_rows`, by their ratio.
 
         Chunks are equal, so that one program serves all; a prime number of rows stays in one piece.
         """
+        if self.agent.reuse_forward:  # the loss begins behind the networks
+            return 1
         limit = self.config.chunk_rows or (2048 if device == "cpu" else total_rows)
         divisors = [n for n in range(1, splittable + 1) if splittable % n == 0]
         return min(divisors, key=lambda n: abs(math.log(total_rows / n / limit)))
@@ -233,7 +260,7 @@ class Learner:
 
     def _prepare_one(self, params: Variables, buffers: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
         batch = bind(self.agent, params | buffers).prepare(trajectory, keys)
-        if self.agent.recurrent:
+        if self.agent.recurrent or self.config.num_minibatches == 1:
             return batch
         # In memory [B, T]: rows are picked from one environment after the other, and then lie in cache (5 ms instead
         # of 7 to deal [128, 1024] on one core, most of it for sorting).
@@ -250,7 +277,11 @@ class Learner:
         m = self.config.num_minibatches
         length, size = batch.steps["weight"].shape
         index = torch.arange(size, device=keys.device)
-        if self.agent.recurrent or length % m:
+        if m == 1:
+
+            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [1, T, B, ...]: there is nothing to shuffle
+                return x[None]
+        elif self.agent.recurrent or length % m:
             if size % m:
                 raise SplitError(
                     f"num_envs={size} per rank cannot be dealt to num_minibatches={m}; use a multiple of {m}."
@@ -324,17 +355,13 @@ class Learner:
         for group, names in self._groups.items():
 
             def loss_of(own: Variables, group: str = group) -> tuple[Tensor, dict[str, Tensor]]:
-                target = bind(self.agent, targets | buffers) if targets else None
-                out = bind(self.agent, params | own | buffers).loss(batch, keys, target)
-                loss = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
-                if set(loss) != set(self._groups):
-                    raise ValueError(f"loss has names {sorted(loss)}, optimizer_groups() {sorted(self._groups)}.")
-                return loss[group], {**out.metrics, **loss}
+                losses, metrics = self.losses(params | own, buffers, targets, batch, keys)
+                return losses[group], metrics
 
             own, metrics = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
             gradients |= own
         flat = [gradients[name].flatten() for name in params]
-        return [*flat, *(m.detach().reshape(1) for m in metrics.values())], tuple(metrics)
+        return [*flat, *(m.reshape(1) for m in metrics.values())], tuple(metrics)
 
     def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, dict[str, Tensor]]:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""

@@ -28,7 +28,7 @@ def start(agent: Agent, env: Env, env_keys: Tensor) -> Carry:
     step = torch.zeros((), dtype=torch.int64, device=env_keys.device)
     env_state, timestep = env.init(random.at(env_keys, step))
     actor_state = pytree.tree_map(lambda x: x.to(env_keys.device), agent.initial_state(env_keys.shape[0]))
-    return contiguous(Carry(env_state, timestep, actor_state, step))
+    return _contiguous(Carry(env_state, timestep, actor_state, step))
 
 
 def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
@@ -41,8 +41,11 @@ def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
                 carry.timestep, carry.actor_state, random.at(actor_keys, count), explore
             )
         with span("env_step"):
-            env_state, timestep = env.step(carry.env_state, output.action, random.at(env_keys, count))
-        return contiguous(Carry(env_state, timestep, actor_state, count)), output
+            action = output.action
+            if not env.traits.differentiable:
+                action = pytree.tree_map(torch.detach, action)
+            env_state, timestep = env.step(carry.env_state, action, random.at(env_keys, count))
+        return _contiguous(Carry(env_state, timestep, actor_state, count)), output
 
     return step
 
@@ -105,8 +108,8 @@ def unroll(
         return carry, recorder.trajectory(time_axis)
 
 
-def contiguous(carry: Carry) -> Carry:
-    """An observation may be a view; its strides must not change from one step to the next."""
+def _contiguous(carry: Carry) -> Carry:
+    # An observation may be a view of the state; its strides must not change from one step to the next.
     return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), carry)
 
 

@@ -146,14 +146,9 @@ class ThroughEnv:
         """The gradient of the loss, for a given trajectory, and with respect to the trajectory."""
 
         def loss_of(params: Variables, parts: tuple[Floats, Floats, Floats]) -> tuple[Tensor, dict[str, Tensor]]:
-            agent = bind(self.agent, params | buffers)
-            batch = agent.prepare(_with_floats(trajectory, parts), keys)
-            out = agent.loss(
-                batch, random.advance(keys[0], 1), bind(self.agent, targets | buffers) if targets else None
-            )
-            losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
-            sums = {**out.metrics, **losses, "weight": batch.steps["weight"].sum()}
-            return torch.stack([*losses.values()]).sum(), {k: v.detach() for k, v in sums.items()}
+            batch = bind(self.agent, params | buffers).prepare(_with_floats(trajectory, parts), keys)
+            losses, sums = self.learner.losses(params, buffers, targets, batch, random.advance(keys[0], 1))
+            return torch.stack([*losses.values()]).sum(), sums | {"weight": batch.steps["weight"].sum().detach()}
 
         parts = _floats(trajectory.timestep), _floats(trajectory.output), _floats(trajectory.last_actor_state)
         (d_params, d_parts), sums = torch.func.grad(loss_of, argnums=(0, 1), has_aux=True)(params, parts)
