@@ -2,8 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from torchpod.agent import Bound
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.specs import EnvSpec
+from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,38 @@ class Shapeless(PPO):
 
     def __init__(self, spec, config) -> None:  # noqa: ANN001
         super().__init__(spec, config)
+
+
+class Mean(MyAgent):
+    """A mean where a weighted sum belongs."""
+
+    def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
+        ones = torch.ones_like(batch.steps["weight"])
+        return super().loss(batch._replace(steps=batch.steps | {"weight": ones / ones.numel()}), keys, target)
+
+
+class Shouts(MyAgent):
+    """Actions with one axis too many."""
+
+    def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
+        output, state = super().act(timestep, state, keys, explore)
+        return output._replace(action=output.action[:, None]), state
+
+
+class Forgets(MyAgent):
+    """A batch without weights."""
+
+    def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
+        steps = dict(super().prepare(trajectory, keys).steps)
+        del steps["weight"]
+        return Batch(steps)
+
+
+class Clumsy(MyAgent):
+    """Raises in its first decision."""
+
+    def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
+        return timestep.extras["shape"], state
 
 
 class NoAgent:

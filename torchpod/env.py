@@ -55,7 +55,7 @@ class TensorEnv:
 
     def reset(self, keys: Tensor) -> Tree:
         """The state at the start of an episode, one row per key `[B, 3]`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define reset(self, keys).")
 
     def restart(self, state: Tree, keys: Tensor) -> Tree:
         """The state at the start of every episode but the first.
@@ -66,11 +66,11 @@ class TensorEnv:
 
     def transition(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, Tree, Tensor]:
         """Next state, reward `[B]` float32 (or per group) and termination `[B]` bool."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define transition(self, state, action, keys).")
 
     def observe(self, state: Tree) -> Tree:
         """The observation of a state."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define observe(self, state).")
 
     def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
         """See `Env.init`."""

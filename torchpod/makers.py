@@ -25,6 +25,8 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
     """
     config = {"name": config} if isinstance(config, str) else dict(config)
     chain = config.pop("transforms", [])
+    if not isinstance(chain, list | tuple):
+        raise ConfigError(f"env.transforms={chain!r} is no list; use e.g. env.transforms=[frame_stack].")
     env = _make_bare(config)
     try:
         for i, entry in enumerate(chain):
@@ -37,6 +39,8 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
 
 def _transformed(env: Env, entry: Any, where: str) -> Env:
     """The environment in a transform: `frame_stack`, or `{name: frame_stack, num: 4}`."""
+    if not isinstance(entry, str | Mapping):
+        raise ConfigError(f"{where}={entry!r} is no transform; use a name, or {{name: frame_stack, num: 4}}.")
     entry = {"name": entry} if isinstance(entry, str) else dict(entry)
     name = entry.pop("name", None)
     if name not in TRANSFORMS:

@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod import checkpoint, random, sebulba
+from torchpod import algos, checkpoint, envs, random, sebulba
 from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunState, train
 from torchpod.checkpoint import CheckpointError
@@ -28,10 +28,10 @@ from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig, nearest
 from torchpod.distributed import Ranks, init, shutdown
 from torchpod.env import Env, close_all
-from torchpod.envs import MAKERS
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
-from torchpod.metrics import ConsoleSink, CsvSink, Logger, Sink, TensorBoardSink, WandbSink
+from torchpod.metrics import Logger, Sink
+from torchpod.progress import ConsoleSink
 from torchpod.run_folder import (
     changes,
     locked,
@@ -42,9 +42,10 @@ from torchpod.run_folder import (
     write_text,
 )
 from torchpod.sebulba import Sebulba, devices_of
+from torchpod.sinks import CsvSink, TensorBoardSink, WandbSink
 from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
-from torchpod.testing import ContractError, check_env
+from torchpod.testing import ContractError, check_agent, check_env
 from torchpod.types import Tree
 from torchpod.watched import HostError, sentence, watched, watching
 
@@ -66,13 +67,20 @@ class Run:
         return bind(self.agent, self.variables)
 
 
-def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], Agent] | None = None) -> Run:
+def execute(
+    config: TrainConfig,
+    *,
+    env: Env | None = None,
+    make: Callable[[], Agent] | None = None,
+    until: int | None = None,
+) -> Run:
     """Trains, evaluates and summarises one run.
 
     Args:
       config: what to do.
       env: an environment object instead of `config.env`.
       make: builds the agent, instead of `config.algo`.
+      until: iteration to stop at, as if it were the last; None for the whole run.
 
     Raises:
       ConfigError, ValueError: if the settings cannot work.
@@ -98,7 +106,7 @@ def execute(config: TrainConfig, *, env: Env | None = None, make: Callable[[], A
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or 1)
     try:
-        return _execute(config, source, ranks, device, env, make)
+        return _execute(config, source, ranks, device, env, make, until)
     finally:
         torch.set_num_threads(threads)
         shutdown()
@@ -122,15 +130,21 @@ def _execute(
     device: torch.device,
     env: Env | None,
     make: Callable[[], Agent] | None,
+    until: int | None,
 ) -> Run:
     if config.population > 1 and ranks.world_size > 1:
         raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
     if env is None:
         with watching(f"env={config.env['name']} has not come back from being made", config.loop.timeout_s):
             env = make_env(config.env)
-    if config.env["name"] not in MAKERS:
-        _check_contract(env, config, device)
-    make = make or make_agent(config.algo, env.spec)
+    with contextlib.ExitStack() as closing:
+        closing.callback(close_all, [env])
+        if config.env["name"] not in envs.MAKERS:
+            _check_env(env, config, device)
+        own = make is not None or config.algo.name not in algos.MAKERS
+        make = make or make_agent(config.algo, env.spec)
+        if own:
+            _check_agent(make(), env, config, device)
     loop = _make_loop(config, env, make, ranks, device)
     try:
         started = _start(config, loop, source, ranks)
@@ -146,7 +160,7 @@ def _execute(
     run_dir = source or new_run_dir(config, ranks)
     with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
         try:
-            return _go_on(config, loop, env, state, run_dir, ranks, device, resumed_at, wall_s)
+            return _go_on(config, loop, env, state, run_dir, ranks, device, resumed_at, wall_s, until)
         finally:
             close_all([env])
 
@@ -195,13 +209,14 @@ def _go_on(
     device: torch.device,
     resumed_at: int,
     wall_s: float,
+    until: int | None,
 ) -> Run:
     """Trains from a state on, evaluates, summarises."""
     keeper = _Keeper(config, run_dir, ranks, resumed_at or None)
     with _logger(config, run_dir, resumed_at, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
-        state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s)
+        state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s, until)
     variables = state.learner.params | state.learner.buffers
     if ranks.rank == 0:
         where = device if env.traits.pure else torch.device("cpu")
@@ -252,6 +267,7 @@ def _train(
     logger: Logger | None,
     ranks: Ranks,
     wall_s: float,
+    until: int | None,
 ) -> tuple[RunState, Timing]:
     run_loop: Callable[..., Iterator[tuple[Report, Any]]] = sebulba.train if isinstance(loop, Sebulba) else train
     calls = config.loop.iterations_per_call or (8 if loop.device.type == "cuda" and run_loop is train else 1)
@@ -259,7 +275,7 @@ def _train(
     previous, stopping = int(state.env_steps.sum()), False
     with (
         StopFlag(ranks, loop.device) as stop,
-        contextlib.closing(cast(Any, run_loop(loop, state, iterations_per_call=calls))) as reports,
+        contextlib.closing(cast(Any, run_loop(loop, state, until=until, iterations_per_call=calls))) as reports,
     ):
         try:
             for report, program in reports:
@@ -356,23 +372,35 @@ def _compiler(config: TrainConfig) -> Compiler:
         raise ConfigError(str(error)) from error
 
 
-def _check_contract(env: Env, config: TrainConfig, device: torch.device) -> None:
+def _check_env(env: Env, config: TrainConfig, device: torch.device) -> None:
     """A short `check_env`: a third of a second, against hours of training on rewards that belong to other actions."""
-    name = config.env["name"]
-    try:
+    with _contract(f"env={config.env['name']}", "within 100 steps"):
         seen = watched(env, "the check of its first 100 steps", config.loop.timeout_s)
         check_env(seen, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
+
+
+def _check_agent(agent: Agent, env: Env, config: TrainConfig, device: torch.device) -> None:
+    """A short `check_agent`."""
+    name = type(agent).__name__ if config.algo.name in algos.MAKERS else config.algo.name
+    length = min(config.algo.unroll_length, 64)
+    with _contract(f"algo={name}", "on its first trajectory"):
+        seen = watched(env, "the check of the agent", config.loop.timeout_s)
+        where = device if env.traits.pure else "cpu"
+        check_agent(agent, seen, num_envs=4, unroll_length=length, device=where, quick=True)
+
+
+@contextlib.contextmanager
+def _contract(what: str, when: str) -> Iterator[None]:
+    """Says in one sentence what a check has found."""
+    try:
+        yield
     except ContractError as error:
-        raise ConfigError(f"env={name} breaks the contract: {error}") from error
+        raise ConfigError(f"{what} breaks the contract: {error}") from error
     except Exception as error:
         if isinstance(error, HostError) and error.__cause__ is None:  # it hangs
             raise
         cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
-        raise ConfigError(
-            f"env={name} fails within 100 steps: {sentence(cause)} TORCHPOD_TRACEBACK=1 shows where."
-        ) from cause
-    finally:
-        close_all([env])
+        raise ConfigError(f"{what} fails {when}: {sentence(cause)} TORCHPOD_TRACEBACK=1 shows where.") from cause
 
 
 def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, env: Env) -> Logger:

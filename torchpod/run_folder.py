@@ -50,6 +50,11 @@ def resume_source(config: TrainConfig) -> Path | None:
             problem = " is a file" if path.exists() else ": there is no such folder"
             raise CheckpointError(f"resume={config.resume}{problem}; give a run folder, or auto.")
         checkpoint.latest(path)
+        if config.run_dir is not None and Path(config.run_dir).resolve() != path.resolve():
+            raise ConfigError(
+                f"resume={config.resume} goes on in that folder, and run_dir={config.run_dir} is another; leave "
+                "run_dir out."
+            )
         return path
     if config.run_dir is not None:
         folders = [Path(config.run_dir)]

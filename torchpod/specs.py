@@ -34,6 +34,10 @@ class Discrete:
     num_values: int
     dtype: torch.dtype = torch.int64
 
+    def __post_init__(self) -> None:
+        if self.num_values < 1:
+            raise ValueError(f"Discrete needs at least one value, not num_values={self.num_values}.")
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Always a scalar."""
@@ -74,6 +78,12 @@ class EnvSpec:
     LAST with discount 1 at any step."""
     groups: dict[str, int] | None = None
     """Number of agents per group, `{group: N}`; None for one agent without an N axis."""
+
+    def __post_init__(self) -> None:
+        if self.max_episode_steps is not None and self.max_episode_steps < 1:
+            raise ValueError(
+                f"max_episode_steps={self.max_episode_steps} of {self.name} must be at least 1, or None for no limit."
+            )
 
 
 def shape_of(spec: SpecTree) -> Any:

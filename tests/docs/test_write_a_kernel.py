@@ -1,5 +1,6 @@
 """docs/write-a-kernel.md: its blocks run as a reader would run them, and play by the same rules written as tensors."""
 
+import importlib
 import os
 import re
 import shlex
@@ -16,8 +17,10 @@ from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.compile import Compiler
 from torchpod.config import load
+from torchpod.graph import Replay
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, start, unroll
+from torchpod.testing import check_env
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "write-a-kernel.md").read_text()
@@ -159,3 +162,33 @@ def test_the_logic_of_the_triton_kernel_is_that_of_the_rules(page, folder, seed)
         "print('equal')\n"
     )
     assert reader(folder, "-c", script, TRITON_INTERPRET="1").endswith("equal\n")
+
+
+@pytest.mark.gpu
+def test_the_triton_kernel_of_the_page_plays_by_the_rules_compiled_and_captured(page, seed):
+    pytest.importorskip("triton", reason="comes with torch for CUDA")
+    importlib.import_module("my_triton_kernel")  # the page's, which registers itself
+
+    for i, sizes in enumerate(SIZES):
+        games = random_games(seed + i, *sizes, device="cuda")
+        require_equal(page.hunt(*games), by_rules(*games))
+    env = page.MyEnv()
+    check_env(env, device="cuda")
+
+    keys = random.split(random.key(seed, "cuda"), 1024)
+    step = Compiler(enabled=True)(env.step)
+    state, _ = env.init(keys)
+
+    def iterate(carry):
+        state, count = carry
+        for _ in range(3):
+            count = count + 1
+            step_keys = random.at(keys, count)
+            state, timestep = step(state, random.to_integer(random.bits(step_keys, 1)[:, 0], 5), step_keys)
+        return (state, count), timestep
+
+    carry = (state, torch.zeros((), dtype=torch.int64, device="cuda"))
+    captured, eager = Replay(iterate, carry, capture=True), Replay(iterate, carry, capture=False)
+    for _ in range(20):
+        require_equal(pytree.tree_leaves(captured()), pytree.tree_leaves(eager()))
+    require_equal(pytree.tree_leaves(captured.state), pytree.tree_leaves(eager.state))

@@ -4,6 +4,14 @@ import pytest
 
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import MAKERS
+from torchpod.envs.transforms import (
+    ActionRepeat,
+    Flatten,
+    FrameStack,
+    RewardClip,
+    StickyAction,
+    time_limit,
+)
 from torchpod.testing import check_env
 
 TENSOR = [name for name, maker in MAKERS.items() if isinstance(maker, type) and issubclass(maker, TensorEnv)]
@@ -20,3 +28,12 @@ def test_environment_keeps_the_contract(name):
 @pytest.mark.parametrize("name", TENSOR)
 def test_environment_keeps_the_contract_as_a_host_environment(name):
     check_env(HostEnv(MAKERS[name]()))
+
+
+@pytest.mark.parametrize("name", TENSOR)
+def test_environment_keeps_the_contract_in_every_transform(name):
+    env = MAKERS[name]()
+    chain = RewardClip(FrameStack(Flatten(StickyAction(time_limit(ActionRepeat(env, 2), 9), 0.5)), 3), -1.0, 1.0)
+    for inside in (StickyAction(env), FrameStack(env, 2), RewardClip(env, 0.0, 1.0), Flatten(env), time_limit(env, 9)):
+        check_env(inside, num_steps=30, num_envs=4, compile=False)
+    check_env(chain, num_steps=30, num_envs=4)

@@ -1,10 +1,12 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.config import ConfigError
+from torchpod.config import ConfigError, load
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import CartPole, Catch
 from torchpod.envs.transforms import (
@@ -19,6 +21,8 @@ from torchpod.envs.transforms import (
     time_limit,
 )
 from torchpod.makers import make_env
+from torchpod.run import execute
+from torchpod.sebulba import loop as sebulba_loop
 from torchpod.specs import Array, Box, Discrete, EnvSpec
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID
@@ -121,6 +125,37 @@ def test_an_action_sticks_as_often_as_it_should_and_never_at_the_start(seed):
     assert abs(stuck / (stuck + free) - 0.3) < 0.05
 
 
+def test_a_copy_has_an_environment_of_its_own():
+    one = FrameStack(RewardClip(HostEnv(CartPole())), 3)
+    other = copy.copy(one)
+    assert type(other) is FrameStack and other.num == 3 and other.spec == one.spec
+    assert other.env is not one.env and other.env.env is not one.env.env
+
+
+@pytest.mark.parametrize(
+    "env", [["env=envpool", "env.task=CartPole-v1"], ["env=gymnasium", "env.task=CartPole-v1"]], ids=lambda env: env[0]
+)
+def test_actor_threads_do_not_share_what_is_in_a_transform(env, tmp_path, monkeypatch):
+    built = []
+    build = sebulba_loop.Sebulba.__init__
+
+    def spy(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        built.append(self)
+
+    monkeypatch.setattr(sebulba_loop.Sebulba, "__init__", spy)
+    overrides = [*env, "loop=sebulba", "loop.lag=0", "num_envs=8", "algo.unroll_length=8", "total_env_steps=640"]
+    overrides += ["+env.transforms=[reward_clip,{name: frame_stack, num: 2}]", "compile=false", "evaluation.episodes=2"]
+    execute(load([*overrides, f"run_dir={tmp_path / 'run'}", "logger.console=false"]))
+    (program,) = built
+    inner = [each.env.env for each in program.envs]
+    assert len(inner) == 2 and inner[0] is not inner[1]
+
+
+def test_the_action_of_a_reset_is_not_kept():
+    check_env(StickyAction(Catch(), 0.5), compile=False)
+
+
 def test_clipped_rewards_leave_the_raw_ones(seed):
     seen, _ = play(RewardClip(Diary(), -1.0, 3.0), 40, seed)
     raw = torch.stack([t.extras["raw_reward"] for t in seen])
@@ -208,6 +243,7 @@ def test_a_configuration_names_transforms_from_the_inside_out():
     [
         ("frame_stak", r"env.transforms\[0\]=frame_stak is not known; did you mean frame_stack"),
         ({"num": 3}, r"env.transforms\[0\]=None is not known"),
+        (3, r"env.transforms\[0\]=3 is no transform; use a name, or \{name: frame_stack, num: 4\}\."),
         ({"name": "frame_stack", "number": 3}, "frame_stack takes no argument number; did you mean num"),
         ({"name": "frame_stack", "num": 0}, "num=0 is wrong; use an integer of at least 1"),
         ({"name": "sticky_action", "probability": 2}, "probability=2 is wrong; use a number from 0 to 1"),
@@ -219,6 +255,13 @@ def test_a_configuration_names_transforms_from_the_inside_out():
 def test_a_wrong_transform_is_refused_in_one_sentence(transform, message):
     with pytest.raises(ConfigError, match=message):
         make_env({"name": "cartpole", "transforms": [transform]})
+
+
+def test_transforms_that_are_no_list_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"env.transforms='flatten' is no list; use e.g. env.transforms=\[frame_stack"
+    ):
+        make_env({"name": "catch", "transforms": "flatten"})
 
 
 def test_what_a_host_environment_cannot_do_is_said():

@@ -186,6 +186,18 @@ class CountsCalls(Small):
         return output._replace(extras={"calls": torch.full((keys.shape[0],), self.calls)}), state
 
 
+class CountsInSilence(Small):
+    calls = 0
+
+    def act(self, timestep, state, keys, explore=True):
+        self.calls += 1
+        return super().act(timestep, state, keys, explore)
+
+
+class FromTheFuture(Small):
+    max_lag = -1
+
+
 class UnusedParameter(Small):
     def __init__(self):
         super().__init__()
@@ -268,6 +280,8 @@ def coupled_gradient(agent, out, batch):
         ),
         (Global, "act() must be a function of its arguments; two equal calls differ in result[0].extras['noise']."),
         (CountsCalls, "act() must be a function of its arguments; two equal calls differ in"),
+        (CountsInSilence, "act() must keep nothing on self, but in its state; it wrote self.calls."),
+        (FromTheFuture, "max_lag must be a number of updates, at least 0, or None for no limit; it is -1."),
         (AlwaysExplores, "act(explore=False) must not be random: two keys gave two actions."),
         (
             act_with(
@@ -333,6 +347,13 @@ def test_an_agent_that_cannot_be_traced_is_named():
 
     with pytest.raises(ContractError, match=re.escape("act() must work compiled in one graph; it raised")):
         check_agent(Prints(), Catch(rows=4, columns=3))
+
+
+def test_the_quick_check_leaves_out_what_a_single_run_may_do_without():
+    for kind in (UnusedParameter, Branches):
+        check_agent(kind(), Catch(rows=4, columns=3), quick=True)
+    with pytest.raises(ContractError, match="weighted by steps"):
+        check_agent(ForgetsWeight(), Catch(rows=4, columns=3), quick=True)
 
 
 def test_the_agent_itself_is_left_alone():

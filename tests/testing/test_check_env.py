@@ -195,6 +195,51 @@ class Counts(Walk):
         return super().transition(state + 0.001 * self.calls, action, keys)
 
 
+class CountsInSilence(Walk):
+    calls = 0
+
+    def transition(self, state, action, keys):
+        self.calls += 1
+        return super().transition(state, action, keys)
+
+
+class KeepsHistory(Walk):
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def transition(self, state, action, keys):
+        self.history.append(state)
+        return super().transition(state, action, keys)
+
+
+class NumbersItself(Walk):
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def transition(self, state, action, keys):
+        self.count.add_(1)
+        return super().transition(state, action, keys)
+
+
+class TwoResults(Walk):
+    def transition(self, state, action, keys):  # pyright: ignore[reportIncompatibleMethodOverride]  # that is the point
+        return super().transition(state, action, keys)[:2]
+
+
+class NumberAsReward(Walk):
+    def transition(self, state, action, keys):
+        state, _, terminated = super().transition(state, action, keys)
+        return state, 1.0, terminated
+
+
+class NumbersAsTermination(Walk):
+    def transition(self, state, action, keys):
+        state, reward, terminated = super().transition(state, action, keys)
+        return state, reward, terminated.float()
+
+
 class MixesRows(Walk):
     def transition(self, state, action, keys):
         state, reward, terminated = super().transition(state, action, keys)
@@ -287,6 +332,12 @@ class NoTraits(Walk):
         (GlobalGenerator, "step() must be a function of state, action and keys; two equal calls differ in"),
         (RandomInit, "init() must be a function of its keys; two equal calls differ in"),
         (Counts, "step() must be a function of state, action and keys; two equal calls differ in"),
+        (CountsInSilence, "step() must keep nothing on self, but in the state; it wrote self.calls."),
+        (KeepsHistory, "step() must keep nothing on self, but in the state; it wrote self.history."),
+        (NumbersItself, "step() must keep nothing on self, but in the state; it wrote self.count."),
+        (TwoResults, "transition() must return (state, reward, terminated); it returned 2 values."),
+        (NumberAsReward, "reward must be a torch.float32 tensor of shape [8]; it is a float."),
+        (NumbersAsTermination, "terminated must be a torch.bool tensor of shape [8]; it is torch.float32"),
         (MixesRows, "step(): rows must be independent: permuting and leaving out environments changed"),
         (KnowsItsRow, "init(): rows must be independent: permuting and leaving out environments changed"),
         (ResetTakesAction, "step() must ignore the action after LAST; it changed"),
@@ -405,6 +456,21 @@ class OutOfBounds(Walk):
 
 def test_an_environment_may_truncate_by_its_own_rules_if_it_says_so():
     check_env(OutOfBounds())
+
+
+@pytest.mark.parametrize("method", ["reset", "transition", "observe"])
+def test_a_method_that_is_missing_is_named(method):
+    env = type("Unfinished", (Walk,), {method: getattr(TensorEnv, method)})()
+    with pytest.raises(NotImplementedError, match=rf"^Unfinished must define {method}\(self, "):
+        check_env(env)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_specs_that_no_environment_can_have_are_refused(limit):
+    with pytest.raises(ValueError, match=f"max_episode_steps={limit} of walk must be at least 1, or None"):
+        EnvSpec("walk", Box((1,)), Discrete(2), limit)
+    with pytest.raises(ValueError, match=f"at least one value, not num_values={limit}"):
+        Discrete(limit)
 
 
 def test_one_environment_is_too_few():

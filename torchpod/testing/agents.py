@@ -15,6 +15,7 @@ from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, EnvSpec, SpecTree
 from torchpod.testing.contract import (
     ContractError,
+    attributes,
     clone,
     difference,
     form,
@@ -25,6 +26,7 @@ from torchpod.testing.contract import (
     require_spec,
     require_tensor,
     rows,
+    written,
 )
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
@@ -41,12 +43,13 @@ def check_agent(
     seed: int = 0,
     device: torch.device | str = "cpu",
     compile: bool = True,
+    quick: bool = False,
 ) -> None:
     """Tests that an agent keeps the contract which the loops and the learner rely on.
 
     Lets it act, prepares the trajectory, and takes the gradient of its loss: shapes, purity, the meaning of
-    weights, that every parameter learns (of an agent with `through_env`, through the environment), that all of it works
-    for a population (vmap) and can be compiled.
+    weights, that every parameter learns (of an agent with `through_env`, through the environment; with
+    `reuse_forward`, through the rollout), that all of it works for a population (vmap) and can be compiled.
 
     Args:
       agent: the agent; a copy is tested.
@@ -56,6 +59,8 @@ def check_agent(
       seed: of everything random.
       device: where to run.
       compile: False leaves out the test that the methods can be traced in one graph.
+      quick: True leaves out that as well, the population, and that every parameter learns: the check with which every
+        run of an agent of one's own begins.
 
     Raises:
       ContractError: with the rule that is broken.
@@ -87,6 +92,8 @@ def check_agent(
 
     _check_loss(groups, params, minibatch, keys[0], loss)
     _check_weights(agent, params, minibatch, keys, loss, gradient)
+    if quick:
+        return
 
     def gradient_through(own: Variables) -> Variables:
         """Of all losses, with the trajectory made of the same parameters."""
@@ -99,7 +106,9 @@ def check_agent(
 
         return torch.func.grad(total)(own)
 
-    if agent.through_env:
+    if agent.reuse_forward:
+        _check_gradients(gradient_through(params))
+    elif agent.through_env:
         require(agent.recurrent, "An agent with through_env must be recurrent: its loss gets the steps in order.")
         require(
             env.traits.differentiable,
@@ -134,6 +143,10 @@ def _perturb(params: Variables, key: Tensor) -> Variables:
 
 def _check_groups(agent: Agent) -> dict[str, list[str]]:
     """Parameter names per optimizer group."""
+    require(
+        agent.max_lag is None or agent.max_lag >= 0,
+        f"max_lag must be a number of updates, at least 0, or None for no limit; it is {agent.max_lag}.",
+    )
     prefixes = agent.optimizer_groups()
     groups: dict[str, list[str]] = {group: [] for group in prefixes}
     for name, _ in agent.named_parameters():
@@ -172,12 +185,15 @@ def _check_act(
     )
     changed = difference((timestep, state, actor_keys), arguments, "(timestep, state, keys)")
     require(changed is None, f"act() must not modify its arguments; it changed {changed}.")
+    on_self = attributes(agent)
     changed = difference(bound.act(timestep, state, actor_keys), result, "result")
     require(
         changed is None,
         f"act() must be a function of its arguments; two equal calls differ in {changed}. Draw from the keys and "
         "keep nothing on self.",
     )
+    changed = written(agent, on_self)
+    require(changed is None, f"act() must keep nothing on self, but in its state; it wrote {changed}.")
     first, second = (bound.act(timestep, state, keys, False)[0].action for keys in (actor_keys, env_keys))
     changed = difference(first, second, "action")
     require(changed is None, "act(explore=False) must not be random: two keys gave two actions.")
@@ -232,6 +248,8 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
             f"{name} must be a tensor [T, B, ...], here [{length}, {size}, ...].",
         )
     require((weight >= 0).all() and weight.isfinite().all(), "Batch.steps['weight'] must be at least 0, and finite.")
+    if agent.reuse_forward:
+        _check_forward(trajectory.output.extras.get("forward", ()), batch.steps.get("forward", ()))
     reset = trajectory.timestep.step_type[:-1] == LAST
     require(
         (weight[reset] == 0).all(),
@@ -250,6 +268,21 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
     changed = difference(bind(agent, variables).prepare(trajectory, keys), batch, "result")
     require(changed is None, f"prepare() must be a function of its arguments; two equal calls differ in {changed}.")
     return batch
+
+
+def _check_forward(said: Tree, handed: Tree) -> None:
+    """What an agent with `reuse_forward` says in `act` and hands on in `prepare`."""
+    leaves = dict(named_leaves(said, "['forward']"))
+    require(
+        bool(leaves) and all(isinstance(x, Tensor) and x.is_floating_point() for x in leaves.values()),
+        "An agent with reuse_forward must return what its networks say, floating-point tensors, in "
+        "ActorOutput.extras['forward'].",
+    )
+    require(
+        set(leaves) == {name for name, _ in named_leaves(handed, "['forward']")},
+        f"An agent with reuse_forward must hand extras['forward'] of act() on as Batch.steps['forward'], with "
+        f"{', '.join(leaves)}.",
+    )
 
 
 def _minibatch(agent: Agent, batch: Batch) -> Batch:

@@ -22,6 +22,21 @@ def require(condition: bool | Tensor, rule: str) -> None:
         raise ContractError(rule)
 
 
+def attributes(instance: object) -> dict[str, tuple[Any, int]]:
+    """What hangs on `self`, with what tells that it was written into: a tensor's version, a container's length."""
+    versions = {list: len, dict: len, set: len, Tensor: lambda x: x._version}
+    kept = vars(instance).items() if hasattr(instance, "__dict__") else ()
+    return {name: (x, next((f(x) for kind, f in versions.items() if isinstance(x, kind)), 0)) for name, x in kept}
+
+
+def written(instance: object, before: dict[str, tuple[Any, int]]) -> str | None:
+    """The first attribute that has changed since `before`, or None."""
+    after = attributes(instance)
+    changed = [name for name in before if name not in after]
+    changed += [n for n, (x, i) in after.items() if n not in before or x is not before[n][0] or i != before[n][1]]
+    return f"self.{changed[0]}" if changed else None
+
+
 def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     """Leaves with names such as `observation['position']`."""
     return [(name + pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]

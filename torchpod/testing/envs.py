@@ -10,10 +10,11 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.compile import Compiler
-from torchpod.env import Env
+from torchpod.env import Env, TensorEnv
 from torchpod.specs import EnvSpec, Traits
 from torchpod.testing.contract import (
     ContractError,
+    attributes,
     clone,
     difference,
     form,
@@ -25,6 +26,7 @@ from torchpod.testing.contract import (
     require_spec,
     require_tensor,
     rows,
+    written,
 )
 from torchpod.testing.kernels import compare_with_fakes
 from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
@@ -76,6 +78,9 @@ def check_env(
         value = getattr(env, name, None)
         require(isinstance(value, kind), f"env.{name} must be of {kind.__name__}; it is {value!r}.")
     _check_groups(env.spec)
+    if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step:
+        keys = random.split(random.key(seed, device), num_envs)
+        _watched(env, lambda: _check_methods(env, keys))
     if num_steps is None:
         num_steps = min(env.spec.max_episode_steps or 200, 1000) + 2
     root = random.key(seed, device)
@@ -102,6 +107,22 @@ def _check_groups(spec: EnvSpec) -> None:
             isinstance(tree, dict) and set(tree) == set(spec.groups),
             f"spec.{name} must be a dict with one entry per group, {sorted(spec.groups)}.",
         )
+
+
+def _check_methods(env: TensorEnv, keys: Tensor) -> None:
+    """What a subclass writes, before its base makes more of it."""
+    state = env.reset(keys)
+    _check_state(state, True, keys)
+    observation = env.observe(state)
+    _check_observation(env.spec, observation, keys.shape[0], keys.device)
+    result = env.transition(state, random_action(env.spec, observation, keys), keys)
+    require(
+        isinstance(result, tuple) and len(result) == 3,
+        "transition() must return (state, reward, terminated); it returned "
+        + (f"{len(result)} values." if isinstance(result, tuple) else f"a {type(result).__name__}."),
+    )
+    _check_signal(env.spec, result[1], keys.shape[0], keys.device, "reward")
+    require_tensor(result[2], (keys.shape[0],), torch.bool, keys.device, "terminated")
 
 
 def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> list[_Call]:
@@ -309,6 +330,7 @@ def _check_transition(spec: EnvSpec, was_last: Tensor, count: Tensor, timestep: 
 def _check_pure(env: Env, keys: Tensor, calls: list[_Call]) -> None:
     changed = difference(env.init(keys), env.init(keys), "result")
     require(changed is None, f"init() must be a function of its keys; two equal calls differ in {changed}.")
+    before = attributes(env)
     for call in calls:
         changed = difference(env.step(call.state, call.action, call.keys), call.result, "result")
         require(
@@ -316,6 +338,8 @@ def _check_pure(env: Env, keys: Tensor, calls: list[_Call]) -> None:
             f"step() must be a function of state, action and keys; two equal calls differ in {changed}. Draw from "
             "the keys and keep nothing on self.",
         )
+    changed = written(env, before)
+    require(changed is None, f"step() must keep nothing on self, but in the state; it wrote {changed}.")
 
 
 def _check_rows(env: Env, keys: Tensor, calls: list[_Call], root: Tensor) -> None:

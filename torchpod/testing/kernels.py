@@ -4,6 +4,7 @@ A compiled program takes shapes, dtypes and strides of their results from the fa
 where a kernel returns something else, the program reads and writes memory of others.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,10 @@ def compare_with_fakes(call: Callable[[], Any]) -> None:
             call()
     except ContractError:
         raise
-    except Exception:  # an error of the caller's own, which it meets without us; or torch.cond, which knows no modes
-        torch.compiler.reset()  # or torch.cond would fail from now on
+    except Exception as error:
+        torch.compiler.reset()  # or torch.cond, which knows no modes, would fail from now on
+        call()  # an error of the caller's own comes again
+        warnings.warn(f"operators could not be compared with their fakes: {error}", stacklevel=2)
 
 
 class _Comparing(TorchDispatchMode):
