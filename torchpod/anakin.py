@@ -21,8 +21,10 @@ from torchpod.env import Env
 from torchpod.episodes import Episodes, count_episodes, mean_metrics
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
+from torchpod.reuse_forward import ReuseForward
 from torchpod.rollout import Step, make_step, start, unroll
 from torchpod.through_env import Tape, ThroughEnv
+from torchpod.trees import stack
 from torchpod.types import Carry, Trajectory
 
 ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM, EVAL_STREAM = range(4)
@@ -168,16 +170,17 @@ class Anakin:
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env))
         self._count = compiler(count_episodes)
-        self._through = None
+        self._through = self._reuse = None
         if self.agent.through_env:
             self._through = ThroughEnv(self.agent, env, learner=self.learner, compiler=compiler)
+        elif self.agent.reuse_forward:
+            self._reuse = ReuseForward(self.agent, env, learner=self.learner, compiler=compiler)
 
     def init(self, seed: int, members: list[int] | None = None) -> RunState:
         """The state before the first iteration; member p of a population is the run of seed + p."""
         if self.population == 1:
             return self._init_one(seed)
-        states = [self._init_one(s) for s in members or range(seed, seed + self.population)]
-        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *states)
+        return stack([self._init_one(s) for s in members or range(seed, seed + self.population)])
 
     def _init_one(self, seed: int) -> RunState:
         return init_state(
@@ -205,16 +208,19 @@ class Anakin:
 
     def iterate(self, state: RunState) -> tuple[RunState, dict[str, Tensor]]:
         """One iteration: pure, without a host sync."""
-        tape = Tape(self._step)
-        carry, trajectory = self._rollout(tape if self._through else self._step, state)
+        tape = Tape(self._step) if self._through else None
+        kept = self._reuse.keep() if self._reuse else None
+        carry, trajectory = self._rollout(tape or kept or self._step, state)
         with span("update"):
             keys = random.at(state.learner_keys, state.iteration * self.learner.counters_per_update)
-            if self._through:
+            if self._through and tape:
                 learner, metrics = self._through.update(
                     state.learner, tape.carries, trajectory, state.env_keys, state.actor_keys, keys
                 )
             else:
-                learner, metrics = self.learner.update(state.learner, trajectory, keys)
+                learner, metrics = self.learner.update(
+                    state.learner, trajectory, keys, kept.sum_gradient if kept else None
+                )
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
         return next_state(state, carry, learner, metrics, episodes, self.ranks)
 

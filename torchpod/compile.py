@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from torchpod.inductor import RecompilationError, guarded_compile
+from torchpod.trees import member, stack
+from torchpod.vjp import Vjp, compiled_vjp, eager_vjp
 
 # A warning about machines without a GPU, on every machine without a GPU.
 logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
@@ -50,6 +51,12 @@ class Compiler:
             return fn if self.population == 1 else _each_member(fn, self.population)
         return guarded_compile(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit)
 
+    def vjp(self, fn: Callable[..., tuple[Any, Any]]) -> Vjp:
+        """Of `fn(primals, *rest) -> (outputs, aux)`: a pass that keeps what its derivative needs (vjp.py)."""
+        if not self.enabled:
+            return eager_vjp(fn, self.population)
+        return compiled_vjp(fn, fn.__qualname__, self.max_compilations, self.population)
+
 
 def _keep_freed_memory() -> None:
     """Tells glibc to keep what a program frees for its next call, instead of faulting every page in again.
@@ -67,8 +74,7 @@ def _each_member(fn: Callable[..., Any], population: int) -> Callable[..., Any]:
     """The meaning of a population, without vmap: one call per member, results stacked. Bit-equal to single runs."""
 
     def mapped(*args: Any) -> Any:
-        outs = [fn(*pytree.tree_map(lambda x, i=i: x[i], args)) for i in range(population)]
-        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *outs)
+        return stack([fn(*member(args, i)) for i in range(population)])
 
     return mapped
 

@@ -83,7 +83,7 @@ def at(key: Tensor, counter: int | Tensor) -> Tensor:
 
 def advance(key: Tensor, num: int) -> Tensor:
     """The key with `num` added to its counter."""
-    return at(key, key[..., 2] + num)
+    return torch.cat([key[..., :2], (key[..., 2:] + num) & _MASK], -1)
 
 
 def bits(key: Tensor, num: int) -> Tensor:

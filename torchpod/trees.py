@@ -1,9 +1,10 @@
 """Trees of tensors, taken apart and put together by generated code: 2 us for 20 tensors, where pytree takes 40."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -23,6 +24,16 @@ def writer(example: Any) -> Callable[[Sequence[Tensor]], Any]:
     constants: list[Any] = []
     source = _source(example, iter(range(len(paths(example)))), constants)
     return functools.partial(_code(f"lambda c, o: {source}"), constants)
+
+
+def member(tree: Any, index: int) -> Any:
+    """One member of a population: what is at `index` of the leading axis of every tensor."""
+    return pytree.tree_map(lambda x: x[index], tree)
+
+
+def stack(trees: Iterable[Any]) -> Any:
+    """A population of such trees: their tensors along a new leading axis."""
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
 
 @functools.cache

@@ -1,0 +1,231 @@
+"""Networks in CPU programs: what is recognised, and that it computes what the module does."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torchpod import cpu_mlp
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin
+from torchpod.compile import Compiler
+from torchpod.envs import CartPole
+from torchpod.inductor import trace
+from torchpod.learner import LearnerConfig
+
+SIZES = [[4, 64, 64, 2], [4, 64, 64, 1], [32, 48, 16], [7, 16, 128, 32, 20], [3, 80, 5], [16, 256, 4]]
+
+
+def network(sizes, activation=nn.Tanh, bias=True):
+    layers = [nn.Linear(a, b, bias=bias) for a, b in zip(sizes, sizes[1:], strict=False)]
+    return nn.Sequential(*(module for layer in layers for module in (layer, activation())))[:-1]
+
+
+def parameters(net, population=1):
+    """Random ones, with a P axis in a population."""
+    lead = () if population == 1 else (population,)
+    return {name: torch.randn(*lead, *x.shape) / x.shape[-1] ** 0.5 for name, x in net.named_parameters()}
+
+
+def output_of(net):
+    return lambda params, x: torch.func.functional_call(net, params, (x,))
+
+
+def gradient_of(net):
+    def loss(params, x):
+        y = torch.func.functional_call(net, params, (x,))
+        return (y.sin() * torch.arange(y.numel(), device=y.device).view_as(y).cos()).sum(), y
+
+    return lambda params, x: torch.func.grad(loss, has_aux=True)(params, x)
+
+
+def operators(fn, *args):
+    """Names of the operators that `fuse` put into the graph of a function."""
+    graph = trace(fn, args)[0]
+    cpu_mlp.fuse(graph)
+    return sorted(str(node.target).split(".")[1] for node in graph.graph.nodes if "torchpod" in str(node.target))
+
+
+def require_close_to_float64(fn, params, x, population=1):
+    actual = Compiler(True, population)(fn)(params, x)
+    exact = Compiler(False, population)(fn)(*pytree.tree_map(torch.Tensor.double, (params, x)))
+    for a, b in zip(pytree.tree_leaves(actual), pytree.tree_leaves(exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6 * float(b.abs().max()))
+
+
+@pytest.fixture
+def generator(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+@pytest.mark.parametrize("population", [1, 3])
+def test_networks_and_gradients_are_those_of_float64(activation, population, generator):
+    sizes = SIZES[int(torch.randint(len(SIZES), ()))]
+    net, rows = network(sizes, activation), int(torch.randint(1, 200, ()))
+    lead = () if population == 1 else (population,)
+    params, x = parameters(net, population), torch.randn(*lead, rows, sizes[0])
+    for fn in (output_of(net), gradient_of(net)):
+        require_close_to_float64(fn, params, x, population)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("rows", [1, 5, 48, 50, 97])
+def test_every_size_is_computed(sizes, rows, generator):
+    """The operators themselves, without compiling a program for each."""
+    cpu_mlp.load()
+    net = network(sizes)
+    layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    x, doutput = torch.randn(rows, sizes[0]), torch.randn(rows, sizes[-1])
+    flat = [p.detach() for layer in layers for p in (layer.weight, layer.bias)]
+    ops, n = torch.ops.torchpod, len(layers)
+    output, *hidden = getattr(ops, f"mlp{n}_kept")(x, *flat, 1)
+    torch.testing.assert_close(output, net(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(getattr(ops, f"mlp{n}")(x, *flat, 1), output, rtol=0, atol=0)
+    gradients = getattr(ops, f"mlp{n}_backward")(doutput, x, *hidden, *flat[2::2], 1)
+    expected = torch.autograd.grad(net(x), [p for layer in layers for p in (layer.weight, layer.bias)], doutput)
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("population", [1, 3])
+def test_threads_share_out_rows_or_networks(population, generator):
+    net, rows = network([4, 64, 64, 2]), 5000
+    lead = () if population == 1 else (population,)
+    params, x = parameters(net, population), torch.randn(*lead, rows, 4)
+    fn = Compiler(True, population)(gradient_of(net))
+    alone = fn(params, x)
+    torch.set_num_threads(3)
+    try:
+        together, again = fn(params, x), fn(params, x)
+    finally:
+        torch.set_num_threads(1)
+    for a, b, c in zip(*map(pytree.tree_leaves, (alone, together, again)), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5 * float(a.abs().max()))
+        assert torch.equal(b, c)
+
+
+def test_ppo_is_recognised_alone_and_in_a_population():
+    env = CartPole()
+    for population in (1, 2):
+        anakin = Anakin(
+            lambda: PPO(env.spec, PPOConfig()),
+            env,
+            num_envs=4,
+            unroll_length=8,
+            learner=LearnerConfig(num_minibatches=2),
+            num_iterations=1,
+            compiler=(compiler := Names(population)),
+        )
+        anakin.iterate(anakin.init(0))
+        found = compiler.found
+        assert found["step"] == ["mlp3", "mlp3"]  # policy and value
+        assert found["_gradient_one"] == ["mlp3_backward"] * 2 + ["mlp3_kept"] * 2
+
+
+class Names(Compiler):
+    """Compiles nothing, and notes the operators that each program would have."""
+
+    def __init__(self, population):
+        super().__init__(False, population)
+        self.found = {}
+
+    def __call__(self, fn, **options):
+        call = super().__call__(fn, **options)
+
+        def noted(*args):
+            mapped = torch.vmap(fn) if self.population > 1 else fn
+            self.found.setdefault(fn.__name__, operators(mapped, *args))
+            return call(*args)
+
+        return noted
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.torso, self.heads = network([4, 16, 16]), nn.ModuleList([nn.Linear(16, 2), nn.Linear(16, 1)])
+
+    def forward(self, x):
+        features = self.torso(x).tanh()
+        return torch.cat([head(features) for head in self.heads], -1)
+
+
+class Skips(nn.Module):
+    """Adds a hidden layer to the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        return self.second(hidden) + hidden
+
+
+@pytest.mark.parametrize(
+    ("net", "forward", "backward"),
+    [
+        (network([4, 64, 64, 2], bias=False), [], []),
+        (network([4, 24, 2]), [], []),  # no multiple of 16
+        (network([4, 512, 2]), [], []),  # too wide
+        (network([4, 2]), [], []),
+        (network([4, 16, 16, 16, 16, 2]), [], []),
+        (network([4, 64, 64, 2], nn.ELU), [], []),
+        (nn.Sequential(network([4, 16, 16]), nn.Tanh(), network([16, 16, 2], nn.ReLU)), [], []),
+        (Skips(), [], []),
+        (TwoHeads(), ["mlp2"], []),
+    ],
+)
+def test_what_is_not_recognised_is_computed_all_the_same(net, forward, backward, generator):
+    params, x = parameters(net), torch.randn(20, 4)
+    assert operators(gradient_of(net), params, x) == backward
+    require_close_to_float64(gradient_of(net), params, x)
+    if forward != ["mlp2"]:
+        assert operators(output_of(net), params, x) == forward
+    require_close_to_float64(output_of(net), params, x)
+
+
+class Convolution(nn.Module):
+    """Whose features come in the layout that the convolution likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(2, 16, 3, padding=1), network([480, 16, 1], nn.ReLU)
+
+    def forward(self, x):
+        return self.head(self.convolution(x.permute(0, 3, 1, 2)).relu().flatten(1))
+
+
+@pytest.mark.parametrize("population", [1, 2])
+def test_inputs_come_in_any_layout(population, generator):
+    net, lead = Convolution(), () if population == 1 else (population,)
+    params, x = parameters(net, population), torch.randn(*lead, 7, 6, 5, 2)
+    fn = output_of(net)
+    assert operators(fn if population == 1 else torch.vmap(fn), params, x) == ["mlp2"]
+    require_close_to_float64(fn, params, x, population)
+    require_close_to_float64(gradient_of(net), params, x, population)
+
+
+def test_a_gradient_with_respect_to_the_input_is_left_alone(generator):
+    net, x = network([4, 16, 2]), torch.randn(20, 4)
+
+    def both(params, x):
+        return torch.func.grad(lambda p, x: output_of(net)(p, x).sin().sum(), argnums=(0, 1))(params, x)
+
+    assert operators(both, parameters(net), x) == []
+    require_close_to_float64(both, parameters(net), x)
+
+
+def test_other_types_and_second_derivatives_are_left_alone(generator):
+    net, x = network([4, 16, 2]), torch.randn(20, 4)
+    params = parameters(net)
+    assert operators(output_of(net), *pytree.tree_map(torch.Tensor.double, (params, x))) == []
+
+    def twice(params, x):
+        inner = lambda p: output_of(net)(p, x).sin().sum()  # noqa: E731
+        return torch.func.grad(lambda p: sum(g.square().sum() for g in torch.func.grad(inner)(p).values()))(params)
+
+    require_close_to_float64(twice, params, x)

@@ -1,0 +1,424 @@
+// Multilayer perceptrons on a CPU, forward and backward, tile by tile; see cpu_mlp.py for what is replaced by this.
+//
+// A tile is 48 rows: their activations and the weights of a layer of 64 stay in the first-level cache, where a product
+// of matrices after the other goes through memory. Inputs and outputs are contiguous float32, of one network
+// ([rows, in], [out, in], [out]) or of P ([P, rows, in], [P, out, in], [P, out]). Hidden layers have multiples of 16.
+
+#include <omp.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using torch::stable::Tensor;
+
+// --- Sixteen numbers; GCC and Clang make of them what the machine has ---------------------------------------------
+
+constexpr long LANES = 16, TILE = 48;
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
+
+inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<Loose*>(p) = v; }
+
+inline float sum(Vec v) {
+  float parts[LANES];
+  std::memcpy(parts, &v, sizeof v);
+  for (long width = LANES / 2; width; width /= 2)
+    for (long i = 0; i < width; i++) parts[i] += parts[i + width];
+  return parts[0];
+}
+
+// The rational approximation of cpu_kernels.py.
+inline Vec tanh(Vec x) {
+  const Vec top = Vec{} + 7.90531110763549805f;
+  x = x > top ? top : x;
+  x = x < -top ? -top : x;
+  const Vec s = x * x;
+  Vec p = s * -2.76076847742355e-16f + 2.00018790482477e-13f;
+  p = p * s + -8.60467152213735e-11f;
+  p = p * s + 5.12229709037114e-08f;
+  p = p * s + 1.48572235717979e-05f;
+  p = p * s + 6.37261928875436e-04f;
+  p = p * s + 4.89352455891786e-03f;
+  Vec q = s * 1.19825839466702e-06f + 1.18534705686654e-04f;
+  q = q * s + 2.26843463243900e-03f;
+  q = q * s + 4.89352518554385e-03f;
+  return x * p / q;
+}
+
+enum Activation { LINEAR, TANH, RELU };  // the numbers are those of cpu_mlp.py
+
+inline Vec activate(Activation kind, Vec x) {
+  if (kind == TANH) return tanh(x);
+  if (kind == RELU) return x > 0.0f ? x : Vec{};
+  return x;
+}
+
+// dx from dy, for y = activate(x).
+inline Vec differentiate(Activation kind, Vec dy, Vec y) {
+  if (kind == TANH) return dy - dy * y * y;
+  return y > 0.0f ? dy : Vec{};
+}
+
+// --- Products of matrices ------------------------------------------------------------------------------------------
+
+// A strided matrix, so that its transpose is one as well.
+struct View {
+  const float* data;
+  long row, column;
+};
+
+// MR rows times NV vectors of a product: what End begins with, plus A[MR, depth] B[depth, NV * 16], to End. B has
+// contiguous rows. With 6 times 4 all sums stay in the 32 registers of AVX-512.
+template <int MR, int NV, class End>
+inline void block(long depth, View a, const float* b, long ldb, const End& end) {
+  Vec sums[MR][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) sums[r][v] = end.begin(r, v);
+  for (long k = 0; k < depth; k++) {
+    Vec own[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) own[v] = load(b + k * ldb + LANES * v);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++) {
+      const float x = a.data[r * a.row + k * a.column];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) sums[r][v] += x * own[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) end.end(r, v, sums[r][v]);
+}
+
+template <int NV, class End>
+void columns(long rows, long depth, View a, const float* b, long ldb, const End& end, long j) {
+  long i = 0;
+  auto from = [&](long row) { return View{a.data + row * a.row, a.row, a.column}; };
+  for (; i + 6 <= rows; i += 6) block<6, NV>(depth, from(i), b, ldb, end.at(i, j));
+  switch (rows - i) {
+    case 5: return block<5, NV>(depth, from(i), b, ldb, end.at(i, j));
+    case 4: return block<4, NV>(depth, from(i), b, ldb, end.at(i, j));
+    case 3: return block<3, NV>(depth, from(i), b, ldb, end.at(i, j));
+    case 2: return block<2, NV>(depth, from(i), b, ldb, end.at(i, j));
+    case 1: return block<1, NV>(depth, from(i), b, ldb, end.at(i, j));
+  }
+}
+
+// A[rows, depth] B[depth, cols] to End; cols is a multiple of 16.
+template <class End>
+void product(long rows, long cols, long depth, View a, const float* b, long ldb, const End& end) {
+  long j = 0;
+  for (; j + 4 * LANES <= cols; j += 4 * LANES) columns<4>(rows, depth, a, b + j, ldb, end, j);
+  switch ((cols - j) / LANES) {
+    case 3: return columns<3>(rows, depth, a, b + j, ldb, end, j);
+    case 2: return columns<2>(rows, depth, a, b + j, ldb, end, j);
+    case 1: return columns<1>(rows, depth, a, b + j, ldb, end, j);
+  }
+}
+
+struct Activated {  // out = activate(bias + product)
+  const float* bias;
+  float* out;
+  long ld;
+  Activation kind;
+  Activated at(long i, long j) const { return {bias + j, out + i * ld + j, ld, kind}; }
+  Vec begin(int, int v) const { return load(bias + LANES * v); }
+  void end(int r, int v, Vec x) const { store(out + r * ld + LANES * v, activate(kind, x)); }
+};
+
+struct Differentiated {  // out = the derivative of the activation `y`, times product
+  const float* y;
+  float* out;
+  long ld;
+  Activation kind;
+  Differentiated at(long i, long j) const { return {y + i * ld + j, out + i * ld + j, ld, kind}; }
+  Vec begin(int, int) const { return Vec{}; }
+  void end(int r, int v, Vec x) const {
+    store(out + r * ld + LANES * v, differentiate(kind, x, load(y + r * ld + LANES * v)));
+  }
+};
+
+struct Added {  // out += product
+  float* out;
+  long ld;
+  Added at(long i, long j) const { return {out + i * ld + j, ld}; }
+  Vec begin(int r, int v) const { return load(out + r * ld + LANES * v); }
+  void end(int r, int v, Vec x) const { store(out + r * ld + LANES * v, x); }
+};
+
+// --- Networks ------------------------------------------------------------------------------------------------------
+
+struct Network {
+  std::vector<long> sizes;  // of the input, of each layer
+  Activation kind;          // of hidden layers
+  long layers() const { return sizes.size() - 1; }
+  long widest() const { return up(*std::max_element(sizes.begin() + 1, sizes.end())); }
+  static long up(long n) { return (n + LANES - 1) / LANES * LANES; }
+};
+
+// Memory that a thread keeps from call to call.
+float* scratch(long size) {
+  static thread_local std::vector<float> memory;
+  if (static_cast<long>(memory.size()) < size + LANES) memory.resize(size + LANES);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+// A head so narrow that a dot product per output is less than a vector of outputs.
+inline bool narrow(long outputs) { return outputs <= 4; }
+
+long packed_size(const Network& net) {
+  long size = 0;
+  for (long l = 0; l < net.layers(); l++) size += (net.sizes[l] + 1) * Network::up(net.sizes[l + 1]);
+  return size;
+}
+
+// Weights [in, up(out)] and biases [up(out)] of each layer, one after the other; those of a narrow head as they are.
+void pack(const Network& net, const float* const* weights, const float* const* biases, float* to) {
+  for (long l = 0; l < net.layers(); l++) {
+    const long in = net.sizes[l], out = net.sizes[l + 1], ld = Network::up(out);
+    std::fill(to, to + (in + 1) * ld, 0.0f);
+    if (l == net.layers() - 1 && narrow(out)) {
+      std::memcpy(to, weights[l], sizeof(float) * in * out);
+    } else {
+      for (long o = 0; o < out; o++)
+        for (long i = 0; i < in; i++) to[i * ld + o] = weights[l][o * in + i];
+    }
+    std::memcpy(to + in * ld, biases[l], sizeof(float) * out);
+    to += (in + 1) * ld;
+  }
+}
+
+// Of rows [begin, end); hidden may be null, `own` has room for 2 tiles of the widest layer.
+void forward_rows(const Network& net, long begin, long end, const float* x, const float* packed, float* out,
+                  float* const* hidden, float* own) {
+  const long layers = net.layers(), room = TILE * net.widest();
+  for (long first = begin; first < end; first += TILE) {
+    const long rows = std::min(TILE, end - first);
+    View a{x + first * net.sizes[0], net.sizes[0], 1};
+    const float* weights = packed;
+    for (long l = 0; l < layers; l++) {
+      const long in = net.sizes[l], size = net.sizes[l + 1], ld = Network::up(size);
+      const bool last = l == layers - 1;
+      const float* bias = weights + in * ld;
+      if (last && narrow(size)) {
+        for (long r = 0; r < rows; r++)
+          for (long o = 0; o < size; o++) {
+            Vec total{};
+            for (long i = 0; i < in; i += LANES) total += load(a.data + r * a.row + i) * load(weights + o * in + i);
+            out[(first + r) * size + o] = bias[o] + sum(total);
+          }
+        break;
+      }
+      float* y = hidden && !last ? hidden[l] + first * size : own + l % 2 * room;
+      product(rows, ld, in, a, weights, ld, Activated{bias, y, ld, last ? LINEAR : net.kind});
+      if (last)
+        for (long r = 0; r < rows; r++) std::memcpy(out + (first + r) * size, y + r * ld, sizeof(float) * size);
+      a = View{y, ld, 1};
+      weights += (in + 1) * ld;
+    }
+  }
+}
+
+// Whether the gradient of the first weights is summed as [in, out]: rows of `in` are no vectors.
+inline bool flipped(const Network& net) { return net.sizes[0] % LANES != 0; }
+
+// Adds the gradients of rows [begin, end); `own` has room for 2 tiles of the widest layer.
+void backward_rows(const Network& net, long begin, long end, const float* x, const float* doutput,
+                   const float* const* hidden, const float* const* weights, float* const* dweights,
+                   float* const* dbiases, float* own) {
+  const long layers = net.layers(), room = TILE * net.widest();
+  for (long first = begin; first < end; first += TILE) {
+    const long rows = std::min(TILE, end - first);
+    const float* dz = doutput + first * net.sizes[layers];
+    for (long l = layers - 1; l >= 0; l--) {
+      const long in = net.sizes[l], size = net.sizes[l + 1];
+      const float* a = (l ? hidden[l - 1] : x) + first * in;
+      if (l == 0 && flipped(net))
+        product(in, size, rows, View{a, 1, in}, dz, size, Added{dweights[0], size});
+      else
+        product(size, in, rows, View{dz, 1, size}, a, in, Added{dweights[l], in});
+      for (long o = 0; o + LANES <= size; o += LANES) {
+        Vec total = load(dbiases[l] + o);
+        for (long r = 0; r < rows; r++) total += load(dz + r * size + o);
+        store(dbiases[l] + o, total);
+      }
+      for (long o = size / LANES * LANES; o < size; o++)
+        for (long r = 0; r < rows; r++) dbiases[l][o] += dz[r * size + o];
+      if (l) {
+        float* before = own + l % 2 * room;
+        product(rows, in, size, View{dz, size, 1}, weights[l], in, Differentiated{a, before, in, net.kind});
+        dz = before;
+      }
+    }
+  }
+}
+
+// --- Operators -----------------------------------------------------------------------------------------------------
+
+std::vector<Tensor> tensors(const StableIValue* stack, uint64_t count) {
+  std::vector<Tensor> found;
+  for (uint64_t i = 0; i < count; i++) {
+    found.push_back(torch::stable::detail::to<Tensor>(stack[i]));
+    STD_TORCH_CHECK(found.back().is_contiguous(), "argument ", i, " of a torchpod::mlp operator must be contiguous");
+  }
+  return found;
+}
+
+float* data(const Tensor& x) { return static_cast<float*>(x.mutable_data_ptr()); }
+
+Tensor empty(std::vector<int64_t> sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (long i = static_cast<long>(sizes.size()) - 2; i >= 0; i--) strides[i] = strides[i + 1] * sizes[i + 1];
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
+                                                  aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+// With the axis of networks, where there is one.
+std::vector<int64_t> shape(bool many, long networks, std::vector<int64_t> rest) {
+  if (many) rest.insert(rest.begin(), networks);
+  return rest;
+}
+
+// Threads for so many rows; two are not worth waking for less than a millisecond's work.
+int threads_for(long rows) { return static_cast<int>(std::clamp(rows / 512, 1l, static_cast<long>(omp_get_max_threads()))); }
+
+// (x, weight, bias, weight, bias, ..., activation) -> (output) or (output, hidden, ...)
+void forward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
+  const std::vector<Tensor> in = tensors(stack, num_inputs - 1);
+  const auto kind = static_cast<Activation>(torch::stable::detail::to<int64_t>(stack[num_inputs - 1]));
+  const Tensor& x = in[0];
+  const bool many = x.dim() == 3;
+  const long networks = many ? x.size(0) : 1, rows = x.size(-2), layers = (in.size() - 1) / 2;
+  Network net{{x.size(-1)}, kind};
+  for (long l = 0; l < layers; l++) net.sizes.push_back(in[1 + 2 * l].size(-2));
+  std::vector<Tensor> made{empty(shape(many, networks, {rows, net.sizes[layers]}))};
+  for (uint64_t l = 1; l < num_outputs; l++) made.push_back(empty(shape(many, networks, {rows, net.sizes[l]})));
+
+  const long room = 2 * TILE * net.widest(), size = packed_size(net);
+  auto run = [&](long p, long begin, long end, const float* packed, float* own) {
+    std::vector<float*> hidden;
+    for (uint64_t l = 1; l < num_outputs; l++) hidden.push_back(data(made[l]) + p * rows * net.sizes[l]);
+    forward_rows(net, begin, end, data(x) + p * rows * net.sizes[0], packed, data(made[0]) + p * rows * net.sizes[layers],
+                 hidden.empty() ? nullptr : hidden.data(), own);
+  };
+  auto packed = [&](long p, float* to) {
+    std::vector<const float*> weights, biases;
+    for (long l = 0; l < layers; l++) {
+      weights.push_back(data(in[1 + 2 * l]) + p * net.sizes[l] * net.sizes[l + 1]);
+      biases.push_back(data(in[2 + 2 * l]) + p * net.sizes[l + 1]);
+    }
+    pack(net, weights.data(), biases.data(), to);
+    return to;
+  };
+  const int threads = threads_for(networks * rows);
+  if (threads == 1) {
+    float* own = scratch(size + room);
+    for (long p = 0; p < networks; p++) run(p, 0, rows, packed(p, own + room), own);
+  } else if (networks > 1) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long p = 0; p < networks; p++) {
+      float* own = scratch(size + room);
+      run(p, 0, rows, packed(p, own + room), own);
+    }
+  } else {
+    const float* shared = packed(0, scratch(size + room) + room);
+    const long share = (rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; t++)
+      run(0, std::min(t * share, rows), std::min((t + 1) * share, rows), shared, scratch(size + room));
+  }
+  for (uint64_t i = 0; i < num_outputs; i++) stack[i] = torch::stable::detail::from(made[i]);
+}
+
+// (doutput, x, hidden, ..., weight, ..., activation) -> (dweight, dbias, dweight, dbias, ...)
+void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
+  const std::vector<Tensor> in = tensors(stack, num_inputs - 1);
+  const auto kind = static_cast<Activation>(torch::stable::detail::to<int64_t>(stack[num_inputs - 1]));
+  const long layers = num_outputs / 2;
+  const Tensor &doutput = in[0], &x = in[1];
+  const bool many = x.dim() == 3;
+  const long networks = many ? x.size(0) : 1, rows = x.size(-2);
+  Network net{{}, kind};
+  for (long l = 0; l < layers; l++) net.sizes.push_back(in[1 + l].size(-1));
+  net.sizes.push_back(doutput.size(-1));
+  std::vector<Tensor> made;
+  for (long l = 0; l < layers; l++) {
+    made.push_back(empty(shape(many, networks, {net.sizes[l + 1], net.sizes[l]})));
+    made.push_back(empty(shape(many, networks, {net.sizes[l + 1]})));
+  }
+
+  long gradients = 0;
+  for (long l = 0; l < layers; l++) gradients += (net.sizes[l] + 1) * net.sizes[l + 1];
+  const long room = 2 * TILE * net.widest();
+  // Sums the gradients of some rows in `to`, layer by layer: those of the weights, those of the biases.
+  auto add = [&](long p, long begin, long end, float* to, float* own) {
+    std::vector<const float*> hidden, weights;
+    std::vector<float*> dweights, dbiases;
+    std::fill(to, to + gradients, 0.0f);
+    for (long l = 0; l < layers; l++) {
+      if (l) hidden.push_back(data(in[1 + l]) + p * rows * net.sizes[l]);
+      // The first weights are not needed: nothing is differentiated with respect to x.
+      weights.push_back(l ? data(in[layers + l]) + p * net.sizes[l] * net.sizes[l + 1] : nullptr);
+      dweights.push_back(to);
+      dbiases.push_back(to += net.sizes[l] * net.sizes[l + 1]);
+      to += net.sizes[l + 1];
+    }
+    backward_rows(net, begin, end, data(x) + p * rows * net.sizes[0], data(doutput) + p * rows * net.sizes[layers],
+                  hidden.data(), weights.data(), dweights.data(), dbiases.data(), own);
+  };
+  auto write = [&](long p, const float* from) {
+    for (long l = 0; l < layers; l++) {
+      const long inputs = net.sizes[l], size = net.sizes[l + 1];
+      float* dweight = data(made[2 * l]) + p * inputs * size;
+      if (l == 0 && flipped(net)) {
+        for (long o = 0; o < size; o++)
+          for (long i = 0; i < inputs; i++) dweight[o * inputs + i] = from[i * size + o];
+      } else {
+        std::memcpy(dweight, from, sizeof(float) * inputs * size);
+      }
+      from += inputs * size;
+      std::memcpy(data(made[2 * l + 1]) + p * size, from, sizeof(float) * size);
+      from += size;
+    }
+  };
+  const int threads = threads_for(networks * rows);
+  if (threads == 1 || networks > 1) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long p = 0; p < networks; p++) {
+      float* own = scratch(room + gradients);
+      add(p, 0, rows, own + room, own);
+      write(p, own + room);
+    }
+  } else {
+    const long share = (rows + threads - 1) / threads;
+    std::vector<float> parts(threads * gradients);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; t++)
+      add(0, std::min(t * share, rows), std::min((t + 1) * share, rows), parts.data() + t * gradients, scratch(room));
+    for (long i = gradients; i < threads * gradients; i++) parts[i % gradients] += parts[i];
+    write(0, parts.data());
+  }
+  for (uint64_t i = 0; i < num_outputs; i++) stack[i] = torch::stable::detail::from(made[i]);
+}
+
+}  // namespace
+
+// The schemas, one per number of layers, are defined in cpu_mlp.py.
+STABLE_TORCH_LIBRARY_IMPL(torchpod, CPU, m) {
+  for (const char* name : {"mlp2", "mlp3", "mlp4"}) m.impl(name, &forward);
+  for (const char* name : {"mlp2_kept", "mlp3_kept", "mlp4_kept"}) m.impl(name, &forward);
+  for (const char* name : {"mlp2_backward", "mlp3_backward", "mlp4_backward"}) m.impl(name, &backward);
+}
