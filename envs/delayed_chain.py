@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.env import TensorEnv
-from torchpod.envs.arguments import at_least
+from torchpod.envs.arguments import at_least, true_or_false
 from torchpod.specs import Box, Discrete, EnvSpec
 from torchpod.types import TimeStep
 
@@ -66,6 +66,7 @@ class DelayedChain(TensorEnv):
     ) -> None:
         at_least(1, low=low, high=high)
         at_least(0, num_distractors=num_distractors, lifetime_seed=lifetime_seed or 0)
+        true_or_false(noisy=noisy)
         if low > high:
             raise ValueError(f"low={low} is above high={high}; use a low of at most {high}.")
         self.low, self.high, self.noisy, self.lifetime_seed = low, high, noisy, lifetime_seed

@@ -67,6 +67,12 @@ class Transform:
         own, timestep = self.after(own, timestep)
         return self._keep(inner, own), timestep
 
+    def __copy__(self) -> "Transform":
+        """With an environment of its own inside: each actor thread steps its own copy."""
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), env=copy.copy(self.env))
+        return new
+
     def close(self) -> None:
         """Closes the environment, if it can be closed."""
         getattr(self.env, "close", lambda: None)()
@@ -151,7 +157,8 @@ class StickyAction(Transform):
 
     def after(self, own: Tree, timestep: TimeStep) -> tuple[Tree, TimeStep]:
         """After a reset there is nothing to repeat."""
-        return (own[0], timestep.step_type == FIRST), timestep
+        first = timestep.step_type == FIRST
+        return (where(first, pytree.tree_map(torch.zeros_like, own[0]), own[0]), first), timestep
 
 
 class RewardClip(Transform):

@@ -51,9 +51,8 @@ class Catch(TensorEnv):
 
     def observe(self, state: CatchState) -> Tensor:
         """The board `[B, rows, columns, 1]`."""
-        row = torch.arange(self.rows, device=state.ball_row.device)[:, None]
-        column = torch.arange(self.columns, device=state.ball_row.device)
-        ball_row, ball_column, paddle_column = (x[..., None, None] for x in state)
-        ball = (row == ball_row) & (column == ball_column)
-        paddle = (row == self.rows - 1) & (column == paddle_column)
-        return (ball | paddle).float().unsqueeze(-1)
+        cells = torch.arange(self.rows * self.columns, dtype=torch.int32, device=state.ball_row.device)
+        ball = (state.ball_row * self.columns + state.ball_column).int()
+        paddle = ((self.rows - 1) * self.columns + state.paddle_column).int()
+        board = (cells == ball[..., None]) | (cells == paddle[..., None])
+        return board.float().reshape(*ball.shape, self.rows, self.columns, 1)

@@ -82,17 +82,16 @@ class DeepSea(TensorEnv):
 
     def observe(self, state: DeepSeaState) -> Tensor:
         """The sea `[B, size, size, 1]`."""
-        index = torch.arange(self.size, device=state.row.device)
-        row, column = (x[..., None, None] for x in state)
-        return ((index[:, None] == row) & (index == column)).float().unsqueeze(-1)
+        cells = torch.arange(self.size**2, dtype=torch.int32, device=state.row.device)
+        here = (state.row * self.size + state.column).int()  # beyond all cells when the episode is over
+        return (cells == here[..., None]).float().reshape(*here.shape, self.size, self.size, 1)
 
     def right_action(self, row: Tensor, column: Tensor) -> Tensor:
-        """The action that means right in a cell, `[B]` int64: a draw with the number of the cell as its counter.
-
-        So no table has to be read, or carried in the state.
-        """
+        """The action that means right in a cell, `[B]` int64: a draw with the number of the cell as its counter."""
         if not self.randomize_actions:
             return torch.ones_like(row)
-        low, high = (torch.full_like(row, word) for word in (self.mapping_seed % 2**32, self.mapping_seed >> 32))
-        key = torch.stack([low, high, row * self.size + column], -1)
-        return random.to_integer(random.bits(key, 1)[..., 0], 2)
+        # The table of all cells, which is a constant of the compiled program.
+        cells = torch.arange(self.size**2, device=row.device)
+        words = (torch.full_like(cells, word) for word in (self.mapping_seed % 2**32, self.mapping_seed >> 32))
+        table = random.to_integer(random.bits(torch.stack([*words, cells], -1), 1)[:, 0], 2)
+        return table[(row * self.size + column).clamp(max=self.size**2 - 1)]  # when the episode is over, none counts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.env import TensorEnv
-from torchpod.envs.arguments import at_least, number
+from torchpod.envs.arguments import at_least, number, true_or_false
 from torchpod.specs import Box, Discrete, EnvSpec
 
 SIZE = 13
@@ -50,6 +50,7 @@ class FourRooms(TensorEnv):
         max_episode_steps: int = 500,
     ) -> None:
         at_least(1, max_episode_steps=max_episode_steps)
+        true_or_false(image=image)
         self.goal, self.start = _check_cell("goal", goal), _check_cell("start", start)
         if self.goal is not None and self.goal == self.start:
             raise ValueError(f"goal and start are both {list(self.goal)}; use two different cells.")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.env import TensorEnv
-from torchpod.envs.arguments import at_least, one_of
+from torchpod.envs.arguments import at_least, one_of, true_or_false
 from torchpod.envs.grids.grid_configs import (
     CONFIGURATIONS,
     MAX_TABULAR_OBJECTS,
@@ -113,6 +113,7 @@ class GridWorld(TensorEnv):
         one_of("placement", placement, ("tabular", "random"))
         max_episode_steps = config.max_episode_steps if max_episode_steps is None else max_episode_steps
         at_least(1, max_episode_steps=max_episode_steps)
+        true_or_false(explicit_collect=explicit_collect)
         if lifetime_seed is not None:
             at_least(0, lifetime_seed=lifetime_seed)
         self.walls = config.walls if walls is None else parse_walls(walls)

@@ -48,7 +48,7 @@ class Board:
         on_board = (column >= 0) & (column < SIDE)
         return cells == torch.where(on_board, cell, -1)[..., None]
 
-    def index(self, row: Tensor, column: Tensor, channel: Tensor | int) -> Tensor:
+    def index(self, row: Tensor | int, column: Tensor, channel: Tensor | int) -> Tensor:
         """Of a cell in the flattened board."""
         return (row * SIDE + column) * self.num_channels + channel
 

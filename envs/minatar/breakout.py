@@ -82,11 +82,13 @@ class Breakout(TensorEnv):
         return new, breaks.float(), at_bottom & ~flat & ~edge
 
     def observe(self, state: BreakoutState) -> Tensor:
-        """The board."""
+        """The board, made in 5 lines of 80 cells, which are whole vectors; 10 of 40 are 1.5 times as slow."""
         s, board = state, self._board
-        row, column, channel = board.cells(s.row.device)
-        in_wall = (channel == BRICK) & (row >= 1) & (row <= 3)
-        bits = torch.where(in_wall, 1 << ((row - 1) * SIDE + column).clamp(0, 29), 0).int()
-        bricks = (s.bricks.int()[..., None, None] & bits) != 0
-        paddle, ball = board.at(SIDE - 1, s.paddle, PADDLE), board.at(s.row, s.column, BALL)
-        return board.finish(bricks | paddle | ball | board.at(s.last_row, s.last_column, TRAIL))
+        cell = torch.arange(400, dtype=torch.int32, device=s.row.device).reshape(5, 80)
+        place, channel = cell // 4 - SIDE, cell % 4  # 0 where the first brick is
+        in_wall = (channel == BRICK) & (place >= 0) & (place < 3 * SIDE)
+        marked = (s.bricks.int()[..., None, None] & torch.where(in_wall, 1 << place.clamp(0, 29), 0)) != 0
+        things = ((SIDE - 1, s.paddle, PADDLE), (s.row, s.column, BALL), (s.last_row, s.last_column, TRAIL))
+        for row, column, kind in things:
+            marked = marked | (cell == board.index(row, column, kind).int()[..., None, None])
+        return marked.float().flatten(-2).unflatten(-1, (SIDE, SIDE, 4))

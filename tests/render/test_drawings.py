@@ -8,7 +8,8 @@ import torch
 
 from torchpod import random
 from torchpod.env import TensorEnv
-from torchpod.envs import MAKERS, BernoulliBandit, Catch, DelayedChain, FourRooms, GridWorld, MemoryChain
+from torchpod.envs import MAKERS, BernoulliBandit, CartPole, Catch, DelayedChain, FourRooms, GridWorld, MemoryChain
+from torchpod.envs.transforms import FrameStack, RewardClip
 from torchpod.render import DRAWINGS, Canvas, Drawing, describe, drawing_of, frame_size, render
 from torchpod.render.canvas import BLUE, GREEN, RED, mix
 from torchpod.render.drawings import DEFAULT
@@ -163,6 +164,28 @@ def test_a_drawing_of_ones_own_is_used_for_subclasses_too(monkeypatch):
     monkeypatch.setitem(DRAWINGS, Own, Drawing(draw, (60, 40), 5))
     frame = first_frame(Derived(Array((3,)), torch.zeros(3)))
     assert frame.shape == (72, 60, 3) and (frame[:40] == [0x12, 0x34, 0x56]).all()
+
+
+@pytest.mark.parametrize("make", [Catch, CartPole, FourRooms])
+def test_transforms_are_looked_through(make):
+    env, inside = make(), FrameStack(RewardClip(make()), 4)
+    (state, timestep), (wrapped, shown) = (e.init(random.key(0)[None]) for e in (env, inside))
+    assert frame_size(inside) == frame_size(env)
+    for i in range(4):
+        assert np.array_equal(render(inside, wrapped, shown), render(env, state, timestep))
+        action, keys = torch.tensor([i % 2]), random.key(i)[None]
+        (state, timestep), (wrapped, shown) = env.step(state, action, keys), inside.step(wrapped, action, keys)
+
+
+def test_a_drawing_that_takes_other_arguments_is_named(monkeypatch):
+    def draw_board(canvas, state):
+        raise AssertionError("never called")
+
+    monkeypatch.setitem(DRAWINGS, Catch, Drawing(draw_board))
+    with pytest.raises(
+        ValueError, match=r"^draw_board cannot draw catch: TypeError: .* called as draw\(canvas, env, st"
+    ):
+        first_frame(Catch())
 
 
 def test_colours_are_mixed():

@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 
 from torchpod import envs
 from torchpod.env import Env, TensorEnv
+from torchpod.envs.transforms import Transform
 from torchpod.render import chains, classic, grids
 from torchpod.render.canvas import CAPTION, Canvas
 from torchpod.render.cells import Mark, default, draw_channels
 from torchpod.types import TimeStep, Tree
+from torchpod.watched import sentence
 
 
 class Drawing(NamedTuple):
@@ -68,7 +70,9 @@ DRAWINGS: dict[type, Drawing] = {
 
 
 def drawing_of(env: Env) -> Drawing:
-    """That of the environment's class, or of the nearest of its bases; else the default."""
+    """That of the environment's class, behind its transforms, or of the nearest of its bases; else the default."""
+    while isinstance(env, Transform):
+        env = env.env
     return next((DRAWINGS[base] for base in type(env).__mro__ if base in DRAWINGS), DEFAULT)
 
 
@@ -90,13 +94,24 @@ def render(env: Env, state: Tree, timestep: TimeStep, row: int = 0, caption: Seq
 
     Raises:
       ImportError: if Pillow is not installed.
+      ValueError: if the drawing does not take what it is given.
     """
+    observation = timestep.observation
+    while isinstance(env, Transform):  # draws what is there, not what is made of it
+        env, (state, _) = env.env, state
     if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step:
         state, _, _ = state
-    state, observation = pytree.tree_map(lambda x: x[row].detach().cpu(), (state, timestep.observation))
+        observation = env.observe(state)
+    state, observation = pytree.tree_map(lambda x: x[row].detach().cpu(), (state, observation))
     drawing = drawing_of(env)
     canvas = Canvas(*drawing.size)
-    drawing.draw(canvas, env, state, observation)
+    try:
+        drawing.draw(canvas, env, state, observation)
+    except TypeError as error:
+        raise ValueError(
+            f"{getattr(drawing.draw, '__name__', drawing.draw)} cannot draw {env.spec.name}: {sentence(error)} It is "
+            "called as draw(canvas, env, state, observation); TORCHPOD_TRACEBACK=1 shows where."
+        ) from error
     canvas.caption(caption)
     return canvas.pixels()
 
