@@ -8,7 +8,7 @@ if __name__ == "bench":
     raise ImportError("import torchpod.bench, not bench")
 
 # Suite -> module of this package; read when it is asked for, so that one suite never needs what another imports.
-SUITES = {"anakin": "anakin", "envs": "envs", "gpu": "gpu", "sebulba": "sebulba"}
+SUITES = {name: name for name in ("anakin", "envs", "gpu", "population", "reuse", "sebulba")}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,7 +20,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
     parser.add_argument("--json", metavar="FILE", help="write the rows here instead of bench/results/")
     parser.add_argument("--quick", action="store_true", help="one size, two short rounds: does it work at all?")
+    parser.add_argument("--only", metavar="NAME", help="one row, of suite envs")
     args = parser.parse_args(argv)
+    if args.only and args.suite != "envs":
+        raise ValueError(f"--only {args.only} is for the suite envs; {args.suite} is run whole.")
     if args.suite == "report":
         return importlib.import_module(f"{__name__}.report").main()
-    return importlib.import_module(f"{__name__}.{SUITES[args.suite]}").main(args.json, quick=args.quick)
+    options = {"only": args.only} if args.only else {}
+    return importlib.import_module(f"{__name__}.{SUITES[args.suite]}").main(args.json, quick=args.quick, **options)

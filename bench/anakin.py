@@ -62,7 +62,7 @@ def main(
     if quick:
         num_envs, rounds, repeats = (1024,), 2, 1
     if core is None:
-        core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        core = harness.last_core()
     ours, peer = workers or default_workers()
     load_average = os.getloadavg()
     calibrations = [harness.calibrate(core)]
@@ -77,13 +77,14 @@ def main(
             rows.append(make.rate(f"{WORK[mode]}/{n}", a, b, peer_name=peer.name))
             print(describe(rows[-1]), flush=True)
             if mode == "update":
-                rows += compile_rows(make, n, a, b, peer.name)
+                rows += compile_rows(make, f"{WORK[mode]}/{n}", a, b, peer.name)
                 for row in rows[-2:]:
                     print(describe(row), flush=True)
             if isinstance(a, WorkerError):
                 failures.append(f"{WORK[mode]}/{n}: {a}")
             elif isinstance(b, list):
-                failures += [problem for x, y in zip(a, b, strict=True) for problem in harness.unequal_work(x, y)]
+                for x, y in zip(a, b, strict=True):
+                    failures += harness.unequal_work(x, y) + harness.unequal_returns(x, y)
         calibrations.append(harness.calibrate(core))
 
     calibration = {product: max(c[product] for c in calibrations) for product in calibrations[0]}
@@ -91,8 +92,7 @@ def main(
         work, _, n = row.name.partition("/")
         if work == WORK["update"] and row.peer is not None:
             failures += filter(None, [harness.below_figure(int(n), row.peer["value"], figures, calibration)])
-    failures = list(dict.fromkeys(failures))
-    path = harness.write_results(
+    return harness.finish(
         "anakin",
         rows,
         failures=failures,
@@ -101,10 +101,6 @@ def main(
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},
     )
-    print(f"{len(rows)} rows in {path}")
-    for failure in failures:
-        print(f"torchpod bench: {failure}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 def default_workers() -> tuple[Worker, Worker]:
@@ -129,16 +125,16 @@ def case_arguments(num_envs: int, mode: str, repeats: int, *, learn: bool, seed:
 
 def compile_rows(
     make: RowMaker,
-    num_envs: int,
+    case: str,
     ours: list[Measurement] | WorkerError,
     peer: list[Measurement] | WorkerError,
     peer_name: str,
 ) -> list[Row]:
     """Seconds to compile the whole of PPO: the first round had empty caches, the others full ones."""
-    work, rows = WORK["update"], []
+    rows = []
     for kind, part in (("cold", slice(0, 1)), ("warm", slice(1, None))):
         a, b = (side if isinstance(side, WorkerError) else side[part] for side in (ours, peer))
-        rows.append(make.compile_time(f"compile_{kind}_{work}/{num_envs}", a, b, peer_name=peer_name))
+        rows.append(make.compile_time(f"compile_{kind}_{case}", a, b, peer_name=peer_name))
     return rows
 
 

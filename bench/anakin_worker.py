@@ -33,8 +33,8 @@ UNROLL_LENGTH = 128
 class Clock(Compiler):
     """A compiler whose functions keep the time of their calls: where an iteration goes."""
 
-    def __init__(self, enabled: bool) -> None:
-        super().__init__(enabled)
+    def __init__(self, enabled: bool, population: int = 1) -> None:
+        super().__init__(enabled, population)
         self.seconds: dict[str, list[float]] = {}
 
     def __call__(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -71,6 +71,7 @@ def measure(
     warmup: int = 0,
     seed: int = 0,
     compiler: Compiler | None = None,
+    threads: int = 1,
 ) -> Measurement:
     """Compiles, warms up, then times `repeats` calls of `iterations` iterations each: the work of jax_ppo.py.
 
@@ -82,26 +83,44 @@ def measure(
       warmup: iterations before the first timed one, rounded up to whole calls, at least one call; the learning rate
         falls to 0 over warm-up and timed iterations together (`total_iterations`).
       seed: of parameters and environments.
-      compiler: instead of a plain one; a `Clock` begins anew with the timed calls.
-
-    Returns:
-      The measurement; `compile_s` is everything from the built agent to the end of the first call, less the time of
-      a later call.
+      compiler: instead of a plain one, e.g. for a population; a `Clock` begins anew with the timed calls.
+      threads: of torch.
     """
-    torch.set_num_threads(1)
-    config, env = LearnerConfig(), CartPole()
+    env = CartPole()
     warmup_calls = max(1, -(-warmup // iterations))
-    total_iterations = iterations * (warmup_calls + repeats)
     anakin = Anakin(
         lambda: PPO(env.spec, PPOConfig()),
         env,
         num_envs=num_envs,
         unroll_length=UNROLL_LENGTH,
-        learner=config,
-        num_iterations=total_iterations,
+        learner=LearnerConfig(),
+        num_iterations=iterations * (warmup_calls + repeats),
         compiler=compiler or Compiler(True),
     )
-    state = anakin.init(seed)
+    return timed(
+        anakin, mode, iterations, repeats, warmup_calls=warmup_calls, seed=seed, compiler=compiler, threads=threads
+    )
+
+
+def timed(
+    anakin: Anakin,
+    mode: str,
+    iterations: int,
+    repeats: int,
+    *,
+    warmup_calls: int = 1,
+    seed: int = 0,
+    compiler: Compiler | None = None,
+    threads: int = 1,
+) -> Measurement:
+    """As `measure`, of any program.
+
+    Returns:
+      The measurement; `compile_s` is everything from the built agent to the end of the first call, less the time of
+      a later call.
+    """
+    torch.set_num_threads(threads)
+    config, state = anakin.learner.config, anakin.init(seed)
     call = CALLS[mode](anakin, state)
     wall_s, cpu_s, episodes = [], [], []
     began, first_s = time.perf_counter(), 0.0
@@ -110,7 +129,7 @@ def measure(
             for seconds in compiler.seconds.values():
                 seconds.clear()
         wall, cpu = time.perf_counter(), time.process_time()
-        sums = torch.stack([call() for _ in range(iterations)]).sum(0).tolist()
+        sums = torch.stack([call() for _ in range(iterations)]).reshape(-1, 4).sum(0).tolist()
         wall_s.append(time.perf_counter() - wall)
         cpu_s.append(time.process_time() - cpu)
         episodes.append(sums)
@@ -124,15 +143,16 @@ def measure(
     return {
         "framework": "torchpod",
         "mode": mode,
-        "num_envs": num_envs,
-        "unroll_length": UNROLL_LENGTH,
+        "num_envs": anakin.num_envs,
+        "unroll_length": anakin.unroll_length,
         "epochs": config.num_epochs,
         "minibatches": config.num_minibatches,
-        "batch_rows": UNROLL_LENGTH * num_envs,
+        "batch_rows": anakin.unroll_length * anakin.num_envs,
         "param_count": sum(p.numel() for p in anakin.agent.parameters()),
         "dtype": "float32",
         "iterations": iterations,
-        "total_iterations": total_iterations,
+        "total_iterations": anakin.num_iterations,
+        "population": anakin.population,
         "compile_s": compile_s,
         "env_steps": env_steps,
         "wall_s": wall_s,
@@ -207,15 +227,24 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, default="update")
     parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--population", type=int, default=1, help="members, aggregate rates")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the output is always JSON")
     parser.add_argument("--profile", action="store_true", help="a table of where the time goes, on stderr")
     args = parser.parse_args()
-    clock = Clock(True) if args.profile else None
+    compiler = (Clock if args.profile else Compiler)(True, args.population)
     m = measure(
-        args.num_envs, args.iterations, args.repeats, args.mode, warmup=args.warmup, seed=args.seed, compiler=clock
+        args.num_envs,
+        args.iterations,
+        args.repeats,
+        args.mode,
+        warmup=args.warmup,
+        seed=args.seed,
+        compiler=compiler,
+        threads=args.threads,
     )
-    if clock is not None:
-        print(clock.table(sum(m["wall_s"])), file=sys.stderr)
+    if isinstance(compiler, Clock):
+        print(compiler.table(sum(m["wall_s"])), file=sys.stderr)
     print(json.dumps(m))
 
 

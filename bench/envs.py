@@ -1,6 +1,6 @@
 """Suite `envs`: environments under random actions, torchpod beside gymnax on one core, in the same run.
 
-    torchpod bench envs [--json FILE] [--quick]
+    torchpod bench envs [--json FILE] [--quick] [--only NAME]
 
 2048 environments, auto-reset, every observation made. torchpod counts transitions alone: the steps that reset, which
 gymnax does not have, are work that is not counted. Read harness.py first.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
 from torchpod.bench.harness import RowMaker, Worker, WorkerError
+from torchpod.config import nearest
 
 NUM_ENVS = 2048
 STEPS_PER_CALL = 4_000_000
@@ -72,8 +73,11 @@ def main(
     repeats: int = 3,
     core: int | None = None,
     workers: tuple[Worker, Worker] | None = None,
+    only: str | None = None,
 ) -> int:
     """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
+
+    `only` names one environment, in whose row the page then shows this run.
 
     Returns:
       0, or 1 if a peer was below its figure, a goal was not reached, or torchpod's own side failed.
@@ -81,12 +85,17 @@ def main(
     if quick:
         cases, alone, rounds, repeats = cases[:1], (), 2, 1
     if core is None:
-        core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        core = harness.last_core()
     ours, peer = workers or default_workers()
     load_average = os.getloadavg()
     calibrations = [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
     cases = [*cases, *(Case(name, "", 2) for name in alone)]
+    if only is not None:
+        names = [case.name for case in cases]
+        if only not in names:
+            raise ValueError(f"--only {only} is no row of envs; {nearest(only, names)}")
+        cases = [case for case in cases if case.name == only]
     for case in cases:
         sides = (ours, peer) if case.peer else (ours,)
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
@@ -111,19 +120,15 @@ def main(
             figures = harness.Figures(PRODUCT, GFLOPS, {NUM_ENVS: case.figure})
             problem = harness.below_figure(NUM_ENVS, row.peer["value"], figures, calibration)
             failures += [f"{case.name}: {problem}"] if problem else []
-    path = harness.write_results(
+    return harness.finish(
         "envs",
         rows,
         failures=failures,
         calibration=calibration,
         load_average=load_average,
         json_path=json_path,
-        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},
+        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
     )
-    print(f"{len(rows)} rows in {path}")
-    for failure in failures:
-        print(f"torchpod bench: {failure}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 def default_workers() -> tuple[Worker, Worker]:

@@ -56,7 +56,7 @@ def main(json_path: str | None = None, *, quick: bool = False, device: str = "cu
     for task, num_envs, unroll_length in cases:
         rows += host_throughput(device, task, num_envs, unroll_length, iterations=2 if quick else 10)
         print(f"{rows[-1].name}: {rows[-1].value:.2f} {rows[-1].unit}", flush=True)
-    path = harness.write_results(
+    return harness.finish(
         "gpu",
         rows,
         failures=failures,
@@ -65,10 +65,6 @@ def main(json_path: str | None = None, *, quick: bool = False, device: str = "cu
         json_path=json_path,
         extra={"tf32": torch.backends.cuda.matmul.allow_tf32, "cuda": torch.version.cuda, "quick": quick},
     )
-    print(f"{len(rows)} rows in {path}")
-    for failure in failures:
-        print(f"torchpod bench: {failure}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 def build(device: str, num_envs: int, *, compiled: bool) -> Anakin:

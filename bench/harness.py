@@ -64,6 +64,7 @@ class Measurement(TypedDict):
     dtype: str
     iterations: int  # within one timed call
     total_iterations: int  # warm-up and timed together; the learning rate falls over these
+    population: NotRequired[int]  # members, whose steps are added up; num_envs and rows are those of one
     compile_s: float
     env_steps: list[float]  # of each timed call: transitions, no resets
     wall_s: list[float]
@@ -358,20 +359,27 @@ def rates(measurement: Measurement) -> list[float]:
 
 
 def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
-    """Whether both sides did the same work, and, where both learned, to comparable returns."""
+    """Where the two sides did not do the same work, sentences."""
     case = f"{peer['mode']}/{peer['num_envs']}"
-    problems = [
-        f"{case}: unequal work: {key} is {ours[key]!r} in {ours['framework']} and {peer[key]!r} in {peer['framework']}."
-        for key in EQUAL_WORK
-        if ours[key] != peer[key]
+    sides = ({"population": 1, **ours}, {"population": 1, **peer})
+    return [
+        f"{case}: unequal work: {key} is {a[key]!r} in {ours['framework']} and {b[key]!r} in {peer['framework']}."
+        for a, b in (sides,)
+        for key in (*EQUAL_WORK, "population")
+        if a[key] != b[key]
     ]
+
+
+def unequal_returns(ours: Measurement, peer: Measurement) -> list[str]:
+    """Where both sides learned, and one to much less than the other, a sentence."""
+    case = f"{peer['mode']}/{peer['num_envs']}"
     a, b = ours["episode_return"], peer["episode_return"]
     if peer["mode"] == "update" and (a is None or b is None or min(a, b) < RETURN_SHARE * max(a, b)):
-        problems.append(
+        return [
             f"{case}: {ours['framework']} learned to a mean return of {a} and {peer['framework']} to {b} in the same"
             f" number of steps; the smaller must be at least {RETURN_SHARE} of the larger."
-        )
-    return problems
+        ]
+    return []
 
 
 @dataclass(frozen=True)
@@ -405,6 +413,21 @@ def below_figure(num_envs: int, value: float, figures: Figures, calibration: Map
 
 
 # --- Result files -----------------------------------------------------------------------------------------------------
+
+
+def last_core() -> int | None:
+    """The core that both sides are pinned to; None where there is no such thing."""
+    return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def finish(suite: str, rows: Sequence[Row], *, failures: Sequence[str], **results: Any) -> int:
+    """Writes the result file (`write_results`), says where it lies and what failed; the exit status."""
+    failures = list(dict.fromkeys(failures))
+    path = write_results(suite, rows, failures=failures, **results)
+    print(f"{len(rows)} rows in {path}")
+    for failure in failures:
+        print(f"torchpod bench: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def write_results(

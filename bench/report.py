@@ -73,8 +73,23 @@ def regressions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     return found
 
 
+def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The newest whole run, with the rows of later runs of a part of the suite (`--only`) in place of its own."""
+    start = max((i for i, run in enumerate(runs) if not run.get("only")), default=0)
+    merged = dict(runs[start])
+    for part in runs[start + 1 :]:
+        new = {row["name"]: row for row in part["rows"]}
+        for row in new.values():
+            note = f"measured {part['date'][:10]}, commit {part['commit']}"
+            new[row["name"]] = {**row, "note": "; ".join(filter(None, [row["note"], note]))}
+        merged["rows"] = [new.get(row["name"], row) for row in merged["rows"]]
+        cases = tuple(name.partition("/")[0] + ":" for name in new)
+        merged["failures"] = [x for x in merged["failures"] if not x.startswith(cases)] + list(part["failures"])
+    return merged
+
+
 def _section(runs: Sequence[Mapping[str, Any]]) -> str:
-    latest = runs[-1]
+    latest = _with_parts(runs)
     machine = latest["hardware"]
     device = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine["gpu"] else "")
     products = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in latest["calibration_gflops"].items())
@@ -93,7 +108,7 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     ]
     problems = list(latest["failures"])
     if len(runs) > 1:
-        problems += regressions(runs[-2], latest)
+        problems += regressions(_with_parts(runs[:-1]), latest)
     lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []
     if len(runs) > 1:
         recent = runs[-HISTORY_LENGTH:]

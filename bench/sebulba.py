@@ -74,7 +74,7 @@ def main(
             print(f"{row.name:36s} {row.value or 0:12,.0f} {row.unit}  {row.ratio or 0:.2f} {row.note}", flush=True)
         failures += [f"{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
         failures += unequal(name, results)
-    path = harness.write_results(
+    return harness.finish(
         "sebulba",
         rows,
         failures=failures,
@@ -83,10 +83,6 @@ def main(
         json_path=json_path,
         extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick},
     )
-    print(f"{len(rows)} rows in {path}")
-    for failure in failures:
-        print(f"torchpod bench: {failure}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 Results = Mapping[tuple[str, str], list[Measurement] | WorkerError]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_without_a_command_or_with_help_it_says_what_there_is(call: Call):
 
 
 def test_an_unknown_command_is_refused(call: Call):
-    assert error_of(call("coach")) == "torchpod coach is no command; use train, eval, plot, list, doctor, bench."
+    assert error_of(call("coach")) == "torchpod coach is no command; use train, eval, plot, warmup, list, doctor, bench."
 
 
 @pytest.mark.parametrize(("what", "name"), [("envs", "cartpole"), ("algos", "ppo"), ("experiments", "cartpole")])
@@ -214,6 +215,30 @@ def test_an_agent_in_a_file_is_trained_evaluated_and_resumed_also_from_where_it_
     assert checkpoint.latest(Path("run")).name == f"{4:010d}"
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("Mean", "breaks the contract: loss() must be a sum over rows weighted by steps['weight'], and so must its"),
+        ("Shouts", "breaks the contract: action must be a torch.int64 tensor of shape [4]; it is torch.int64 of shape"),
+        ("Forgets", "breaks the contract: Batch.steps must be a dict that holds `weight`"),
+        ("Clumsy", "fails on its first trajectory: KeyError: 'shape'. TORCHPOD_TRACEBACK=1 shows where."),
+    ],
+)
+def test_an_agent_that_breaks_the_contract_is_not_trained(call: Call, name: str, error: str):
+    settings = [item for item in SMALL if not item.startswith("algo.agent.")]
+    algo = f"algo={AGENT_FILE}:{name}"
+    assert error_of(call("train", *settings, algo, "run_dir=run")).startswith(f"{algo} {error}")
+    assert not Path("run").exists()
+
+
+def test_warming_up_leaves_compiled_programs_and_nothing_else(call: Call, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    status, out, _ = call("warmup", *[item for item in SMALL if item != "compile=false"], "total_env_steps=100_000")
+    assert status == 0 and re.match(r"ready in [\d.]+ s; runs with these settings begin from the compile cache\n", out)
+    assert [path.name for path in Path.cwd().iterdir()] in ([], ["cache"])
+    assert list((tmp_path / "cache").rglob("*.so"))
+
+
 class TestPlot:
     def test_any_metric_is_drawn(self, call: Call):
         pytest.importorskip("matplotlib")
@@ -221,6 +246,8 @@ class TestPlot:
         assert call("plot", "run", "--metric", "policy_loss", "--out", "x.svg")[:2] == (0, "x.svg\n")
         assert "policy loss" in Path("x.svg").read_text()
         assert "run has no metric los; it has approx_kl, " in error_of(call("plot", "run", "--metric", "los"))
+        error = error_of(call("plot", "run", "--metric", "policy_loss", "--out", "x.xyz"))
+        assert error.startswith("x.xyz has the suffix '.xyz'; use one of .") and ".svg" in error
 
     def test_without_matplotlib_it_names_the_extra(self, call: Call, monkeypatch: pytest.MonkeyPatch):
         assert call("train", *SMALL, "run_dir=run", "total_env_steps=1024")[0] == 0

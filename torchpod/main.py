@@ -1,8 +1,9 @@
-"""The command line: `torchpod train | eval | plot | list | doctor | bench`. Each is a few lines over a module."""
+"""The command line: `torchpod train | eval | plot | warmup | list | doctor | bench`, a thin layer over modules."""
 
 import argparse
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from torchpod.watched import HostError
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode
 torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
+torchpod warmup [KEY=VALUE ...]   compile all that a run with these settings needs, for the runs that follow
 torchpod list envs|algos|experiments
 torchpod doctor                   what works on this machine, and why not
 torchpod bench SUITE [--json FILE]"""
@@ -132,6 +134,15 @@ def _plot(rest: list[str]) -> int:
     return 0
 
 
+def _warmup(rest: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="torchpod-warmup-") as folder:
+        config = load([*rest, f"run_dir={folder}/run", "logger.console=false"])
+        began = time.perf_counter()
+        execute(config, until=1)
+    print(f"ready in {time.perf_counter() - began:.1f} s; runs with these settings begin from the compile cache")
+    return 0
+
+
 def _list(rest: list[str]) -> int:
     groups = {"envs": "env", "algos": "algo", "experiments": "experiment"}
     if len(rest) != 1 or rest[0] not in groups:
@@ -152,7 +163,14 @@ def _bench(rest: list[str]) -> int:
     return bench.main(rest)
 
 
-COMMANDS: dict[str, Any] = {"eval": _eval, "plot": _plot, "list": _list, "doctor": _doctor, "bench": _bench}
+COMMANDS: dict[str, Any] = {
+    "eval": _eval,
+    "plot": _plot,
+    "warmup": _warmup,
+    "list": _list,
+    "doctor": _doctor,
+    "bench": _bench,
+}
 
 
 def train(**settings: Any) -> Run:

@@ -1,7 +1,9 @@
 """The JAX peer of the `envs` suite: an environment of gymnax under random actions, one JSON line.
 
-As gymnax is used: `env.step` with its auto-reset and `action_space.sample`, mapped over the environments, in one
-`lax.scan` inside one `jit`; each step makes its observation.
+As gymnax is used by purejaxrl: `env.step` with its auto-reset mapped over environments that have a key each, actions
+drawn for all from one key, in one `lax.scan` inside one `jit`; each step makes its observation. (A key per environment
+for the actions too, as `action_space.sample` wants it, is slower; one key for all environments is faster, and resets
+them all alike.)
 
     taskset -c 0 python bench/peers/jax_envs.py --peer Catch-bsuite '{}' --num-envs 2048 --steps 2000 --repeats 3
 """
@@ -37,10 +39,17 @@ def main() -> None:
     env, params = gymnax.make(name, **arguments)
     n = args.num_envs
 
+    space = env.action_space(params)
+
+    def draw(key):
+        if isinstance(space, gymnax.environments.spaces.Discrete):
+            return jax.random.randint(key, (n,), 0, space.n)
+        return jax.random.uniform(key, (n, *space.shape), minval=space.low, maxval=space.high)
+
     def step(carry, _):
         key, observation, state, total = carry
         key, key_action, key_step = jax.random.split(key, 3)
-        action = jax.vmap(env.action_space(params).sample)(jax.random.split(key_action, n))
+        action = draw(key_action)
         observation, state, reward, _, _, _ = jax.vmap(env.step, in_axes=(0, 0, 0, None))(
             jax.random.split(key_step, n), state, action, params
         )

@@ -337,7 +337,6 @@ def ppo_iteration(carry: Carry, total_iterations: int, deal: bool) -> tuple[Carr
     return carry._replace(params=params, opt=opt, key=key), episodes
 
 
-@partial(jax.jit, static_argnames=("mode", "iterations", "total_iterations", "deal"), donate_argnums=0)
 def run(
     carry: Carry, mode: str, iterations: int, total_iterations: int, deal: bool
 ) -> tuple[Carry, Transition | None, Episodes]:
@@ -366,7 +365,15 @@ def run(
 
 
 def measure(
-    num_envs: int, iterations: int, repeats: int, mode: str, *, warmup: int = 0, seed: int = 0, deal: bool = False
+    num_envs: int,
+    iterations: int,
+    repeats: int,
+    mode: str,
+    *,
+    warmup: int = 0,
+    seed: int = 0,
+    deal: bool = False,
+    population: int = 1,
 ) -> dict:
     """Compiles, warms up, then times `repeats` calls of `iterations` iterations each.
 
@@ -378,18 +385,22 @@ def measure(
       warmup: iterations before the first timed one, rounded up to whole calls, at least one call.
       seed: seed of parameters and environments.
       deal: see `shuffled`.
+      population: members, of seeds `seed`, `seed + 1`, ..., mapped by `jax.vmap`.
 
     Returns:
       The fields of `Measurement` in bench/harness.py.
     """
     warmup_calls = max(1, -(-warmup // iterations))
     total_iterations = iterations * (warmup_calls + repeats)
-    carry = jax.block_until_ready(jax.jit(init_carry, static_argnums=(0, 1))(seed, num_envs))
-    param_count = sum(x.size for x in jax.tree.leaves(carry.params))
+    begin = partial(init_carry, num_envs=num_envs)
+    train = partial(run, mode=mode, iterations=iterations, total_iterations=total_iterations, deal=deal)
+    if population > 1:
+        begin, train = jax.vmap(begin), jax.vmap(train)
+    carry = jax.block_until_ready(jax.jit(begin)(seed + jnp.arange(population) if population > 1 else seed))
+    param_count = sum(x.size for x in jax.tree.leaves(carry.params)) // population
 
     start = time.perf_counter()
-    settings = {"mode": mode, "iterations": iterations, "total_iterations": total_iterations, "deal": deal}
-    compiled = run.lower(carry, **settings).compile()
+    compiled = jax.jit(train, donate_argnums=0).lower(carry).compile()
     compile_s = time.perf_counter() - start
 
     wall_s, cpu_s, episodes = [], [], None
@@ -401,7 +412,8 @@ def measure(
             cpu_s.append(time.process_time() - cpu_start)
     assert episodes is not None
     count = float(episodes.count.sum())
-    rates = [iterations * UNROLL_LENGTH * num_envs / w for w in wall_s]
+    env_steps = iterations * UNROLL_LENGTH * num_envs * population
+    rates = [env_steps / w for w in wall_s]
     return {
         "framework": "jax",
         "mode": mode,
@@ -415,7 +427,8 @@ def measure(
         "iterations": iterations,
         "total_iterations": total_iterations,
         "compile_s": compile_s,
-        "env_steps": [iterations * UNROLL_LENGTH * num_envs] * repeats,
+        "population": population,
+        "env_steps": [env_steps] * repeats,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
@@ -436,10 +449,19 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deal", action="store_true", help="each environment deals its own steps, as in torchpod")
+    parser.add_argument("--population", type=int, default=1, help="members, aggregate rates")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; ignored here, where the cores decide")
     parser.add_argument("--json", action="store_true", help="print the JSON line instead of a sentence")
     args = parser.parse_args()
     m = measure(
-        args.num_envs, args.iterations, args.repeats, args.mode, warmup=args.warmup, seed=args.seed, deal=args.deal
+        args.num_envs,
+        args.iterations,
+        args.repeats,
+        args.mode,
+        warmup=args.warmup,
+        seed=args.seed,
+        deal=args.deal,
+        population=args.population,
     )
     if args.json:
         print(json.dumps(m))

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from torchpod import random
+from torchpod import bench, random
 from torchpod.bench import envs, envs_worker, harness
 from torchpod.bench.envs import CASES, Case
 from torchpod.envs import MAKERS, CartPole
@@ -55,6 +55,15 @@ def test_a_goal_that_is_missed_and_a_slow_peer_fail(tmp_path, monkeypatch):
     missed, slow = document["failures"]
     assert missed == "x: 2.00 x gymnax, and the goal is 2.5 x."
     assert slow.startswith("x: The JAX row of 2048 environments is 100 env steps/s, below 900")
+
+
+def test_one_row_alone(tmp_path, monkeypatch):
+    _, document = run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="x")
+    assert (document["only"], len(document["rows"])) == ("x", 1)
+    with pytest.raises(ValueError, match="--only y is no row of envs"):
+        run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="y")
+    with pytest.raises(ValueError, match="--only x is for the suite envs; reuse is run whole"):
+        bench.main(["reuse", "--only", "x"])
 
 
 def test_environments_without_a_peer_are_measured_alone(tmp_path, monkeypatch):

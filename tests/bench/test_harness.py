@@ -1,7 +1,6 @@
 import json
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,46 +9,6 @@ import torch
 from torchpod import bench, run_folder
 from torchpod.bench import anakin, harness
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
-
-# A worker that takes no time: its rate is on its command line, and it tells in a log when it ran.
-FAKE = textwrap.dedent(
-    """
-    import json, os, sys
-    name, rate, params, log, *arguments = sys.argv[1:]
-    options = dict(zip(arguments[::2], arguments[1::2]))
-    num_envs, iterations = int(options["--num-envs"]), int(options["--iterations"])
-    repeats, warmup = int(options["--repeats"]), int(options.get("--warmup", 0))
-    wall = iterations * 128 * num_envs / float(rate)
-    warm = os.path.exists(os.environ["JAX_COMPILATION_CACHE_DIR"])
-    os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], exist_ok=True)
-    with open(log, "a") as file:
-        file.write(f"{name} {options['--mode']} {num_envs}\\n")
-    print("a line that is not JSON")
-    print(json.dumps(dict(
-        framework=name, mode=options["--mode"], num_envs=num_envs, unroll_length=128, epochs=4, minibatches=4,
-        batch_rows=128 * num_envs, param_count=int(params), dtype="float32", iterations=iterations,
-        total_iterations=iterations * (repeats + max(1, -(-warmup // iterations))), compile_s=0.5 if warm else 5.0,
-        env_steps=[iterations * 128 * num_envs] * repeats,
-        wall_s=[wall] * repeats, cpu_s=[wall] * repeats, env_steps_per_s=dict(median=float(rate), min=1.0, max=1.0),
-        episode_return=100.0, episodes=3, threads=dict(cores=len(os.sched_getaffinity(0))), versions={name: "1"})))
-    """
-)
-CALIBRATION = {"2048x64x64": 50.0}
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Makes fake workers, and a calibration that costs nothing."""
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
-    monkeypatch.setattr(harness, "calibrate", lambda core: CALIBRATION)
-    monkeypatch.setattr(harness, "commit", lambda: "abc1234")
-
-    def make(name: str, rate: float, *, params: int = 9155, missing: str | None = None) -> Worker:
-        command = (sys.executable, "-S", str(script), name, str(rate), str(params), str(tmp_path / "log"))
-        return Worker(name, command, missing=missing)
-
-    return make
 
 
 def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
@@ -120,10 +79,10 @@ def test_a_worker_of_ours_that_fails_fails_the_bench_and_keeps_the_peers_row(tmp
 def test_a_learner_that_does_not_learn_as_its_peer_does_is_reported(tmp_path, fake):
     arguments = anakin.case_arguments(64, "update", 1, learn=True, seed=0)
     m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
-    assert harness.unequal_work(m, m) == []
+    assert harness.unequal_work(m, m) == harness.unequal_returns(m, m) == []
     for episode_return in (50.0, None):
-        slow = {**m, "episode_return": episode_return}
-        assert len(harness.unequal_work(slow, m)) == 1  # type: ignore[arg-type]
+        slow: harness.Measurement = {**m, "episode_return": episode_return}
+        assert len(harness.unequal_returns(slow, m)) == 1
 
 
 def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):
@@ -159,7 +118,8 @@ def test_missing_peers_are_explained(monkeypatch, tmp_path):
 
 def test_results_are_named_after_suite_hardware_and_date(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    path = harness.write_results("anakin", [], failures=[], calibration=CALIBRATION, load_average=(0.0, 0.0, 0.0))
+    results = {"calibration": {"2048x64x64": 50.0}, "load_average": (0.0, 0.0, 0.0)}
+    path = harness.write_results("anakin", [], failures=[], **results)
     assert path.parent == tmp_path
     assert path.name.startswith(f"anakin_{harness.hardware()['name']}_2")
 

@@ -46,6 +46,15 @@ def test_a_missing_peer_and_a_failure_are_written_out():
     assert "- **Too slow.**" in page
 
 
+def test_a_run_of_one_row_takes_the_place_of_that_row():
+    whole = document("2030-01-01T00:00:00", "aaa", 1.0, failures=["ppo_cartpole: slow.", "other: slow."])
+    whole["rows"].append({**whole["rows"][0], "name": "other/1024"})
+    page = report.render([whole, document("2030-01-02T00:00:00", "bbb", 1.23, only="ppo_cartpole")])
+    assert "| ppo_cartpole/1024 | 123,456 | jax 100,000 | 1.23 [1.13, 1.33] | measured 2030-01-02, commit bbb |" in page
+    assert "| other/1024 | 123,456 | jax 100,000 | 1.00 [0.90, 1.10] |  |" in page
+    assert "other: slow." in page and "ppo_cartpole: slow." not in page
+
+
 def test_a_regression_is_named_and_noise_is_not():
     before = document("2030-01-01T00:00:00", "aaa", 1.0)
     assert report.regressions(before, document("2030-01-02T00:00:00", "bbb", 0.95)) == []

@@ -1,0 +1,87 @@
+"""Suite `population`: populations of PPO on CartPole-v1 as one program, torchpod beside JAX (`jax.vmap`) on one core.
+
+    torchpod bench population [--json FILE] [--quick]
+
+Rates are those of all members together. A row with two cores has no peer: XLA hangs there. Read anakin.py first.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchpod.bench import harness
+from torchpod.bench.anakin import compile_rows, default_workers, describe
+from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
+
+CASES = ((16, 4), (64, 4))
+"""Members, and environments of each."""
+WORK = "population_ppo_cartpole"
+STEPS_PER_CALL = 500_000
+LEARN_ITERATIONS = 300
+"""Before timing, so that the returns of both sides say whether they learn."""
+FIGURES = Figures("2048x64x64", 95.1, {16: 330_000, 64: 208_000})
+"""By members. What JAX reaches with 64 varies from 208k to 294k."""
+
+
+def main(
+    json_path: str | None = None,
+    *,
+    quick: bool = False,
+    cases: Sequence[tuple[int, int]] = CASES,
+    rounds: int = 3,
+    repeats: int = 3,
+    core: int | None = None,
+    workers: tuple[Worker, Worker] | None = None,
+    figures: Figures = FIGURES,
+) -> int:
+    """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
+
+    Returns:
+      0, or 1 if the peer was below its figure, the work was unequal or torchpod's own side failed.
+    """
+    if quick:
+        cases, rounds, repeats = cases[:1], 2, 1
+    if core is None:
+        core = harness.last_core()
+    ours, peer = workers or default_workers()
+    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
+    make, rows, failures = RowMaker(), [], []
+    for members, num_envs in cases:
+        name = f"{WORK}/{members}x{num_envs}"
+        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+            arguments = [case_arguments(members, num_envs, repeats, learn=not quick, seed=i) for i in range(rounds)]
+            results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
+            a, b = results[ours.name], results[peer.name]
+            both = [*arguments[0], "--threads", "2"]
+            two = harness.interleave((ours,), [both] * rounds, core=None, cache_dir=Path(cache))[ours.name]
+        rows.append(make.rate(name, a, b, peer_name=peer.name))
+        rows += compile_rows(make, name, a, b, peer.name)
+        no_peer = WorkerError(f"{peer.name} is not run on two cores, where it hangs")
+        rows.append(make.rate(f"{name} on 2 cores", two, no_peer, peer_name=peer.name))
+        for row in rows[-4:]:
+            print(describe(row), flush=True)
+        failures += [f"{name}: {side}" for side in (a, two) if isinstance(side, WorkerError)]
+        if isinstance(a, list) and isinstance(b, list):
+            for x, y in zip(a, b, strict=True):
+                failures += harness.unequal_work(x, y) + harness.unequal_returns(x, y)
+        if rows[-4].peer is not None:
+            calibrations.append(harness.calibrate(core))
+            failures += filter(None, [harness.below_figure(members, rows[-4].peer["value"], figures, calibrations[-1])])
+    return harness.finish(
+        "population",
+        rows,
+        failures=failures,
+        calibration={product: max(c[product] for c in calibrations) for product in calibrations[0]},
+        load_average=load_average,
+        json_path=json_path,
+        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},
+    )
+
+
+def case_arguments(members: int, num_envs: int, repeats: int, *, learn: bool, seed: int) -> list[str]:
+    """The arguments of one run of a worker; the same for both sides."""
+    iterations = max(1, STEPS_PER_CALL // (128 * members * num_envs))
+    arguments = ["--num-envs", num_envs, "--population", members, "--mode", "update", "--iterations", iterations]
+    arguments += ["--repeats", repeats, *(["--warmup", LEARN_ITERATIONS] if learn else [])]
+    return [str(x) for x in (*arguments, "--seed", 100 * seed, "--json")]

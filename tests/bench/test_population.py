@@ -1,0 +1,48 @@
+"""Suite population: both sides run the same members, and rows hold what all members do together."""
+
+import json
+
+import pytest
+
+from torchpod.bench import harness, population
+from torchpod.bench.harness import Figures
+
+
+def run_suite(tmp_path, *workers, floor=1.0, **knobs):
+    path = tmp_path / "out.json"
+    options = {"cases": ((16, 4),), "rounds": 2, "repeats": 2, **knobs}
+    figures = Figures("2048x64x64", 100.0, {16: floor})
+    return population.main(str(path), workers=workers, figures=figures, **options), json.loads(path.read_text())
+
+
+def test_rows_are_ratios_on_one_core_and_a_rate_on_two(tmp_path, fake):
+    status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
+    assert status == 0
+    rate, cold, warm, two = result["rows"]
+    assert (rate["name"], rate["ratio"]) == ("population_ppo_cartpole/16x4", pytest.approx(1.5))
+    assert [row["name"] for row in (cold, warm)] == [
+        f"compile_{x}_population_ppo_cartpole/16x4" for x in ("cold", "warm")
+    ]
+    assert (two["name"], two["ratio"], two["peer"]) == ("population_ppo_cartpole/16x4 on 2 cores", None, None)
+    assert two["value"] == pytest.approx(3000.0) and "it hangs" in two["note"]
+
+
+def test_a_slow_peer_and_a_side_that_fails_are_told(tmp_path, fake):
+    status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0), floor=8000.0)
+    assert status == 1 and "below 3,600" in result["failures"][0]
+    status, result = run_suite(tmp_path, fake("torchpod", 1.0, missing="gone"), fake("jax", 2000.0))
+    assert status == 1 and "torchpod: gone" in result["failures"][0]
+
+
+def test_both_sides_get_the_same_arguments():
+    arguments = population.case_arguments(16, 4, 3, learn=True, seed=2)
+    options = dict(zip(arguments[::2], arguments[1::2], strict=False))
+    assert (options["--num-envs"], options["--population"], options["--iterations"]) == ("4", "16", "61")
+    assert (options["--warmup"], options["--seed"]) == ("300", "200")  # seeds of the members do not overlap
+
+
+def test_members_are_part_of_the_work():
+    m = {key: 1 for key in harness.EQUAL_WORK} | {"framework": "a", "mode": "update", "num_envs": 4}
+    assert harness.unequal_work(m | {"population": 16}, m | {"population": 16, "framework": "b"}) == []  # pyright: ignore
+    told = harness.unequal_work(m | {"population": 16}, m | {"framework": "b"})  # pyright: ignore
+    assert told == ["update/4: unequal work: population is 16 in a and 1 in b."]
