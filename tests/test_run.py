@@ -240,6 +240,8 @@ def test_resuming_a_finished_run_changes_nothing_that_was_learned(tmp_path: Path
     assert checkpoint.latest(tmp_path / "a").stat().st_ino == inode
     assert (tmp_path / "a" / "summary.json").read_text() == summary  # with its steps per second
     assert again.summary == json.loads(summary) and again.summary["eval_return"]["episodes"] == 2
+    with pytest.raises(ConfigError, match="goes on in that folder, and run_dir=.* is another; leave run_dir out"):
+        execute(load([f"resume={tmp_path / 'a'}", f"run_dir={tmp_path / 'b'}"]))
 
 
 def test_a_run_on_an_own_environment_goes_on_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from torchpod import checkpoint, random
 from torchpod.env import close_all
 from torchpod.main import main
 from torchpod.makers import make_env
-from torchpod.metrics import ConsoleSink
+from torchpod.progress import ConsoleSink
 from torchpod.sebulba import Sebulba
 from torchpod.watched import HostError, Watched
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env, close_all
 from torchpod.interop import to_tensordict
-from torchpod.rollout import Recorder, Step, contiguous
+from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
 from torchpod.types import ActorOutput, Carry, Tree
@@ -104,7 +105,9 @@ class Pool:
             self._phases.enter("transfer")
             timestep = self._port.upload(timestep)
         self._phases.enter("inference")
-        self.carry = contiguous(Carry((), timestep, actor_state, count))
+        # An image may be a view whose channels lie elsewhere in memory; programs are compiled for one order.
+        timestep = timestep._replace(observation=pytree.tree_map(Tensor.contiguous, timestep.observation))
+        self.carry = Carry((), timestep, actor_state, count)
         return self.carry, output
 
 

@@ -117,6 +117,11 @@ class Sebulba:
                 f"{type(self.agent).__name__} learns through the environment, and Sebulba differentiates no steps; "
                 "run it with loop=anakin."
             )
+        if self.agent.reuse_forward:
+            raise ValueError(
+                "reuse_forward keeps the forward pass of the rollout for the update, and Sebulba's actors and learner "
+                "have each their own programs; use reuse_forward=false or loop=anakin."
+            )
         most = self.agent.max_lag
         if most is not None and (config.lag == "free" or config.lag > most):
             raise ValueError(
