@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench.harness import Measurement
 from torchpod.compile import Compiler
+from torchpod.cpu_loop import Loop
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.graph import Replay
+from torchpod.inductor import Compiled
 from torchpod.learner import LearnerConfig
 from torchpod.types import FIRST, LAST
 
@@ -39,15 +41,8 @@ class Clock(Compiler):
 
     def __call__(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """See `Compiler`."""
-        compiled, seconds = super().__call__(fn, **options), self.seconds.setdefault(fn.__qualname__, [])
-
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = compiled(*args)
-            seconds.append(time.perf_counter() - began)
-            return result
-
-        return timed
+        compiled = super().__call__(fn, **options)
+        return _Timed(compiled, self.seconds.setdefault(fn.__qualname__, []))
 
     def table(self, wall_s: float) -> str:
         """Share, calls and microseconds per call of each function within the last `wall_s` seconds of calls."""
@@ -60,6 +55,37 @@ class Clock(Compiler):
                     f"{total / wall_s:6.1%} {len(all_calls):7d} x {1e6 * total / len(all_calls):9.1f} us  {name}"
                 )
         return "\n".join([*lines, f"{rest / wall_s:6.1%} between the calls"])
+
+
+class _Timed(Compiled):
+    """A compiled function that keeps the time of its calls, and of unrolls as if they were one."""
+
+    def __init__(self, compiled: Callable[..., Any], seconds: list[float]) -> None:
+        self._compiled, self._seconds = compiled, seconds
+
+    def __call__(self, *args: Any) -> Any:
+        began = time.perf_counter()
+        result = self._compiled(*args)
+        self._seconds.append(time.perf_counter() - began)
+        return result
+
+    def loop(self, args: tuple[Any, ...]) -> Any:
+        looped = self._compiled.loop(args) if isinstance(self._compiled, Compiled) else None
+        if looped is None:
+            return None
+        loop, inputs = looped
+        return _TimedLoop(loop, self._seconds), inputs
+
+
+class _TimedLoop(NamedTuple):
+    loop: Loop
+    seconds: list[float]
+
+    def run(self, *args: Any) -> Any:
+        began = time.perf_counter()
+        result = self.loop.run(*args)
+        self.seconds.append(time.perf_counter() - began)
+        return result
 
 
 def measure(

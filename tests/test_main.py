@@ -59,7 +59,9 @@ def test_without_a_command_or_with_help_it_says_what_there_is(call: Call):
 
 
 def test_an_unknown_command_is_refused(call: Call):
-    assert error_of(call("coach")) == "torchpod coach is no command; use train, eval, plot, warmup, list, doctor, bench."
+    assert (
+        error_of(call("coach")) == "torchpod coach is no command; use train, eval, plot, warmup, list, doctor, bench."
+    )
 
 
 @pytest.mark.parametrize(("what", "name"), [("envs", "cartpole"), ("algos", "ppo"), ("experiments", "cartpole")])

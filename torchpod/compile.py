@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchpod.inductor import RecompilationError, guarded_compile
+from torchpod.inductor import Compiled, RecompilationError
 from torchpod.trees import member, stack
 from torchpod.vjp import Vjp, compiled_vjp, eager_vjp
 
@@ -49,7 +49,7 @@ class Compiler:
         limit = compilations or self.max_compilations
         if not self.enabled:
             return fn if self.population == 1 else _each_member(fn, self.population)
-        return guarded_compile(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit)
+        return Compiled(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit)
 
     def vjp(self, fn: Callable[..., tuple[Any, Any]]) -> Vjp:
         """Of `fn(primals, *rest) -> (outputs, aux)`: a pass that keeps what its derivative needs (vjp.py)."""

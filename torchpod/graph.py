@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchpod.trees import reader
 from torchpod.types import Tree
 
 
@@ -24,8 +25,9 @@ class Replay:
     """
 
     def __init__(self, fn: Callable[[Tree], tuple[Tree, Tree]], state: Tree, *, capture: bool) -> None:
-        self._fn = fn
+        self._fn, self._leaves = fn, reader(state)
         self.state = pytree.tree_map(torch.clone, state)
+        self._own = {x.untyped_storage().data_ptr() for x in self._leaves(self.state)}
         self.metrics: Tree = None
         self._graph: Any = None
         if not capture:
@@ -54,10 +56,9 @@ class Replay:
 
     def load(self, state: Tree) -> None:
         """Sets the state, in place. A leaf of the new state may be (a view of) any leaf of the old one."""
-        old, new = pytree.tree_leaves(self.state), pytree.tree_leaves(state)
-        own = {x.untyped_storage().data_ptr() for x in old}
-        moved = [(a, b) for a, b in zip(old, new, strict=True) if a is not b]
-        moved = [(a, b.clone() if b.untyped_storage().data_ptr() in own else b) for a, b in moved]
+        pairs = zip(self._leaves(self.state), self._leaves(state), strict=True)
+        moved = [(a, b) for a, b in pairs if a is not b]
+        moved = [(a, b.clone() if b.untyped_storage().data_ptr() in self._own else b) for a, b in moved]
         for a, b in moved:
             a.copy_(b)
 

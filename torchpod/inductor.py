@@ -3,6 +3,7 @@
 Below `Compiler` in compile.py, which is what the loops use.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import cpu_mlp
 from torchpod.cpu_kernels import CpuKernels
+from torchpod.cpu_loop import Entry, Loop
 from torchpod.trees import paths, reader, writer
 
 
@@ -29,50 +31,66 @@ class RecompilationError(RuntimeError):
     """A compiled function met inputs that it was not compiled for, in the middle of a run."""
 
 
-def guarded_compile(fn: Callable[..., Any], name: str, limit: int) -> Callable[..., Any]:
-    """Compiles with inductor for the first `limit` input signatures, and raises at any other.
+class Compiled:
+    """A function, compiled with inductor for the first `limit` input signatures; it raises at any other.
 
     The function is traced by `make_fx`, not by Dynamo, and called without Dynamo's wrappers, which took 70 of the 160
     us of a step of 4 environments: a call reads the tensors out of the arguments, checks their shapes, strides, types
     and devices in C++, runs the program, and puts the results together. What else a function closes over is constant,
     tensors too.
     Calls that autograd or functorch must see through go to `torch.compile`.
+
+    Args:
+      fn: pure; takes and returns trees of tensors.
+      name: in errors.
+      limit: input signatures.
     """
-    programs: list[_Program] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
+    def __init__(self, fn: Callable[..., Any], name: str, limit: int) -> None:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+            from torch._inductor.compile_fx import compile_fx
 
-        with inductor_config.patch(post_grad_custom_post_pass=CpuKernels()):
-            return cast(Callable[..., Any], compile_fx(graph, inputs))
+            with inductor_config.patch(post_grad_custom_post_pass=CpuKernels()):
+                return cast(Callable[..., Any], compile_fx(graph, inputs))
 
-    def traced(*args: Any) -> Any:
-        return unalias(fn(*args))
+        def traced(*args: Any) -> Any:
+            return unalias(fn(*args))
 
-    # Dynamo keeps what it compiled on the code object; with one of its own, each function has its own cache and limit.
-    traced.__code__ = traced.__code__.replace()
-    differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
+        # Dynamo keeps what it compiled on the code object; with one of its own, each function has its own cache and
+        # limit.
+        traced.__code__ = traced.__code__.replace()
+        self._differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
+        self._traced, self._name, self._limit = traced, name, limit
+        self._programs: list[_Program] = []
 
-    def guarded(*args: Any) -> Any:
-        for program in programs:
+    def __call__(self, *args: Any) -> Any:
+        """The result, from the program for such arguments."""
+        for program in self._programs:
             inputs = program.read(args)
             if inputs is not None:
                 return program.write(program.run(inputs))
         leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         if any(is_functorch_wrapped_tensor(x) for x in leaves):
-            return differentiable(*args)
+            return self._differentiable(*args)
         if any(x.requires_grad for x in leaves):
             if torch.is_grad_enabled():
-                return differentiable(*args)
-            return guarded(*pytree.tree_map_only(Tensor, torch.detach, args))
+                return self._differentiable(*args)
+            return self(*pytree.tree_map_only(Tensor, torch.detach, args))
         if len({id(x) for x in leaves}) < len(leaves):
-            return guarded(*unalias(args))
-        if len(programs) >= limit:
-            raise unexpected(name, programs, args)
-        programs.append(_Program(traced, args))
-        return guarded(*args)
+            return self(*unalias(args))
+        if len(self._programs) >= self._limit:
+            raise unexpected(self._name, self._programs, args)
+        self._programs.append(_Program(self._traced, args))
+        return self(*args)
 
-    return guarded
+    def loop(self, args: tuple[Any, ...]) -> tuple[Loop, list[Tensor]] | None:
+        """Many calls in one, and the tensors of the first call's arguments; None where that cannot be."""
+        for program in self._programs:
+            inputs = program.read(args)
+            if inputs is not None:
+                loop = program.loop(args)
+                return None if loop is None else (loop, inputs)
+        return None
 
 
 class Signature:
@@ -113,7 +131,18 @@ class _Program(Signature):
         graph, fakes, result, mode = trace(fn, args)
         simplify(graph)
         self.write = writer(result)
-        self.run: Callable[[list[Tensor]], Any] = lower(graph, fakes, mode)
+        compiled = _lower(graph, fakes, mode)
+        self.run: Callable[[list[Tensor]], Any] = _bare(compiled)
+        self._compiled, self._loop = compiled, None
+
+    def loop(self, args: tuple[Any, ...]) -> Loop | None:
+        """See `Compiled.loop`."""
+        if self._compiled is not None:
+            with contextlib.suppress(LookupError):
+                result = self.write(self.run(list(self._leaves(args))))
+                self._loop = Loop(Entry(self._compiled), args, result)
+            self._compiled = None
+        return self._loop
 
 
 def unexpected(name: str, programs: Sequence[Signature], args: tuple[Any, ...]) -> RecompilationError:
@@ -159,6 +188,14 @@ def simplify(graph: torch.fx.GraphModule) -> None:
 
 def lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Callable[[list[Tensor]], Any]:
     """Inductor's program for a graph."""
+    return _bare(_lower(graph, fakes, mode))
+
+
+def _bare(compiled: Any) -> Callable[[list[Tensor]], Any]:
+    return getattr(compiled, "current_callable", None) or compiled  # without its 2 us of bookkeeping
+
+
+def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
@@ -174,8 +211,7 @@ def lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Callab
     # Kernels called from Python hold it, so that Sebulba's actors would stand still while the learner computes.
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
     with tracing(TracingContext(mode)), inductor_config.patch(options):
-        compiled = compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
-    return getattr(compiled, "current_callable", None) or compiled  # without its 2 us of bookkeeping
+        return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 
 
 def _fold_constants(graph: torch.fx.GraphModule) -> None:

@@ -152,7 +152,8 @@ class Learner:
         Returns:
           The next state, and metrics: scalars, means over the minibatches and ranks.
         """
-        buffers, sum_gradient = self.annealed(state), sum_gradient or self._sum_gradient
+        buffers, sum_gradient = self.annealed(state), sum_gradient or self._chunk_gradients()
+        loss_keys = random.advance_each(keys[..., 0, :], self.counters_per_update).unbind(-2)
         batch = self._prepare(state.params, buffers, trajectory, keys)
         totals = []
         for epoch in range(self.config.num_epochs):
@@ -162,14 +163,14 @@ class Learner:
             chunks = self._cut(minibatches)
             num_chunks = len(chunks) // self.config.num_minibatches
             for i in range(self.config.num_minibatches):
-                loss_keys = random.advance(keys[..., 0, :], counter + 1 + i)
                 with span("gradient"):
                     total, self._metric_names = sum_gradient(
-                        state._replace(buffers=buffers), chunks[i * num_chunks : (i + 1) * num_chunks], loss_keys
+                        state._replace(buffers=buffers),
+                        chunks[i * num_chunks : (i + 1) * num_chunks],
+                        loss_keys[counter + 1 + i],
                     )
                 self.ranks.sum(total)
-                with span("apply"):
-                    state, metrics = self._apply(state, total)
+                state, metrics = self._applied(state, total)
                 totals.append(metrics)
         if self._has_statistics:
             sums = self._observe(state.params, buffers, trajectory)
@@ -188,7 +189,12 @@ class Learner:
         """
         self._metric_names = metric_names
         self.ranks.sum(total)
-        return self._apply(state, total[..., :-1] / total[..., -1:])
+        return self._applied(state, total[..., :-1] / total[..., -1:])
+
+    def _applied(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, dict[str, Tensor]]:
+        with span("apply"):
+            new, metrics = self._apply(state._replace(buffers={}), flat)  # fewer tensors to hand over
+        return new._replace(buffers=state.buffers), metrics
 
     def losses(
         self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor
@@ -231,19 +237,27 @@ class Learner:
             columns.append(column)
         return [write(row) for row in zip(*columns, strict=True)]
 
-    def _sum_gradient(self, state: LearnerState, chunks: list[Batch], keys: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-        """Gradient and metrics of one minibatch, chunk by chunk."""
-        counters = torch.arange(len(chunks), device=keys.device).expand(*keys.shape[: self._axis], -1).unbind(-1)
-        inputs = [
-            (state.params, state.buffers, state.targets, chunk, keys, counter)
-            for chunk, counter in zip(chunks, counters, strict=True)
-        ]
-        if self._flat_shape is None:
-            self._flat_shape = self._gradient_eager(*inputs[0]).shape
-        total = torch.zeros(self._flat_shape, device=keys.device)
-        for args in inputs:
-            total = self._gradient(*args, total)
-        return total, self._metric_names
+    def _chunk_gradients(self) -> SumGradient:
+        """Gradient and metrics of minibatches, chunk by chunk."""
+        counters: tuple[Tensor, ...] = ()
+        zero = torch.zeros(())
+
+        def sum_gradient(state: LearnerState, chunks: list[Batch], keys: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+            nonlocal counters, zero
+            if not counters:
+                each = torch.arange(len(chunks), device=keys.device)
+                counters = each.expand(*keys.shape[: self._axis], -1).unbind(-1)
+                if self._flat_shape is None:
+                    self._flat_shape = self._gradient_eager(
+                        state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
+                    ).shape
+                zero = torch.zeros(self._flat_shape, device=keys.device)
+            total = zero
+            for chunk, counter in zip(chunks, counters, strict=True):
+                total = self._gradient(state.params, state.buffers, state.targets, chunk, keys, counter, total)
+            return total, self._metric_names
+
+        return sum_gradient
 
     def _num_chunks(self, total_rows: int, splittable: int, device: str) -> int:
         """The divisor of `splittable` that brings the rows of a chunk nearest to `chunk_rows`, by their ratio.
@@ -383,12 +397,13 @@ class Learner:
             scale = (c.max_grad_norm / norm).clamp(max=1.0)
             rate = state.learning_rate[group] * remaining
             metrics["grad_norm" if len(self._groups) == 1 else f"grad_norm/{group}"] = norm
+            # As one tensor, so that they are computed before the loops below and not in each round of these.
+            scale, per_mu, per_nu = torch.stack([scale, rate / correct1, 1.0 / correct2]).unbind()
             for k in names:
                 g = grads[k] * scale
                 mu[k] = torch.lerp(g, state.mu[k], c.beta1)
                 nu[k] = torch.lerp(g * g, state.nu[k], c.beta2)
-                denominator = (nu[k] / correct2 + 1e-30).sqrt() + c.epsilon
-                params[k] = state.params[k] - rate * (mu[k] / correct1) / denominator
+                params[k] = state.params[k] - per_mu * mu[k] / ((nu[k] * per_nu + 1e-30).sqrt() + c.epsilon)
         targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}
         new = state._replace(params=params, mu=mu, nu=nu, targets=targets, num_steps=step)
         kept = pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, state)

@@ -86,6 +86,12 @@ def advance(key: Tensor, num: int) -> Tensor:
     return torch.cat([key[..., :2], (key[..., 2:] + num) & _MASK], -1)
 
 
+def advance_each(key: Tensor, num: int) -> Tensor:
+    """Keys `[..., num, 3]`: the key with 0, 1, ..., num - 1 added to its counter."""
+    counters = (key[..., 2:] + torch.arange(num, device=key.device)) & _MASK
+    return torch.cat([key[..., None, :2].expand(*counters.shape, 2), counters[..., None]], -1)
+
+
 def bits(key: Tensor, num: int) -> Tensor:
     """`num` random words per key: int64 `[..., num]` in [0, 2^32)."""
     lanes = torch.arange((num + 3) // 4, device=key.device)

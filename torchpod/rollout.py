@@ -10,6 +10,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env
+from torchpod.inductor import Compiled
 from torchpod.trees import reader, writer
 from torchpod.types import ActorOutput, Carry, Trajectory, Tree
 
@@ -45,7 +46,7 @@ def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
             if not env.traits.differentiable:
                 action = pytree.tree_map(torch.detach, action)
             env_state, timestep = env.step(carry.env_state, action, random.at(env_keys, count))
-        return _contiguous(Carry(env_state, timestep, actor_state, count)), output
+        return _contiguous(Carry(env_state, timestep, actor_state, count)), _contiguous(output)
 
     return step
 
@@ -100,6 +101,11 @@ def unroll(
     Returns:
       The carry after the last step, and the trajectory: `timestep [T + 1, B, ...]`, `output [T, B, ...]`.
     """
+    looped = step.loop((variables, carry, env_keys, actor_keys)) if isinstance(step, Compiled) and not grad else None
+    if looped:
+        loop, inputs = looped
+        last, timesteps, outputs = loop.run(inputs, carry.timestep, length, time_axis)
+        return last, Trajectory(timesteps, outputs, carry.actor_state, last.actor_state)
     recorder = Recorder(carry)
     with torch.set_grad_enabled(grad):
         for _ in range(length):
@@ -108,9 +114,9 @@ def unroll(
         return carry, recorder.trajectory(time_axis)
 
 
-def _contiguous(carry: Carry) -> Carry:
+def _contiguous(tree: Tree) -> Tree:
     # An observation may be a view of the state; its strides must not change from one step to the next.
-    return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), carry)
+    return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), tree)
 
 
 def _stack(trees: list[Tree], axis: int) -> Tree:

@@ -44,7 +44,7 @@ def eager_vjp(fn: Callable[..., tuple[Any, Any]], population: int) -> Vjp:
 
 
 def compiled_vjp(fn: Callable[..., tuple[Any, Any]], name: str, limit: int, population: int) -> Vjp:
-    """Of `fn(primals, *rest) -> (outputs, aux)`, pure; vmapped in a population; see `inductor.guarded_compile`."""
+    """Of `fn(primals, *rest) -> (outputs, aux)`, pure; vmapped in a population; see `inductor.Compiled`."""
 
     def joint(args: tuple[Any, ...], cotangents: Any) -> tuple[Any, Any]:
         def forward(primals: Any) -> tuple[Any, Any]:
