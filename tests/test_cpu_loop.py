@@ -1,0 +1,145 @@
+"""The steps of an unroll in C++ beside the same steps called from Python: equal to the bit."""
+
+import secrets
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import cpu_loop, random
+from torchpod.agent import variables_of
+from torchpod.compile import Compiler
+from torchpod.config import load
+from torchpod.inductor import Compiled
+from torchpod.makers import make_agent, make_env
+from torchpod.rollout import Recorder, make_step, start, unroll
+from torchpod.trees import stack
+from torchpod.types import Carry, TimeStep
+
+OP = f"test{secrets.token_hex(4)}::step"
+
+
+def called_from_python(step, variables, carry, env_keys, actor_keys, length, time_axis):
+    recorder = Recorder(carry)
+    for _ in range(length):
+        carry, output = step(variables, carry, env_keys, actor_keys)
+        recorder.add(carry, output)
+    return carry, recorder.trajectory(time_axis)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The lengths of all loops in C++."""
+    lengths = []
+    run = cpu_loop.Loop.run
+
+    def watched(self, inputs, timestep, length, axis):
+        lengths.append(length)
+        return run(self, inputs, timestep, length, axis)
+
+    monkeypatch.setattr(cpu_loop.Loop, "run", watched)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("env_name", "overrides", "population"),
+    [("cartpole", ["algo=impala"], 1), ("memory_chain", ["algo.agent.recurrent=8"], 3), ("pendulum", [], 1)],
+)
+def test_an_unroll_in_cpp_is_one_in_python(env_name, overrides, population, seed, runs):
+    config = load([f"env={env_name}", "algo.agent.hidden=[16]", *overrides])
+    env = make_env(config.env)
+    make = make_agent(config.algo, env.spec)
+    members = []
+    for i in range(population):
+        torch.manual_seed(seed + i)
+        agent = make()
+        keys = random.split(random.key(seed + i), 16).reshape(2, 8, 3)
+        members.append((dict(variables_of(agent)[0] | variables_of(agent)[1]), start(agent, env, keys[0]), *keys))
+    arguments = members[0] if population == 1 else stack(members)
+    variables, carry, env_keys, actor_keys = arguments
+    axis = int(population > 1)
+    step = Compiler(True, population)(make_step(make(), env))
+    assert isinstance(step, Compiled)
+    for length in (5, 12, 1):
+        inside = unroll(step, variables, carry, env_keys, actor_keys, length=length, time_axis=axis)
+        outside = called_from_python(step, variables, carry, env_keys, actor_keys, length, axis)
+        for a, b in zip(pytree.tree_leaves(inside), pytree.tree_leaves(outside), strict=True):
+            assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+        carry = inside[0]
+    assert runs == [12, 1]  # the first one compiles
+
+
+def test_what_goes_in_stays_as_it_was_and_what_comes_out_is_the_callers(seed, runs):
+    def step(variables, carry, env_keys, actor_keys):
+        timestep = carry.timestep._replace(reward=carry.timestep.reward + variables["w"] + env_keys[:, 0])
+        return Carry(carry.env_state, timestep, (), carry.step + 1), {"same": variables["w"], "twice": timestep.reward}
+
+    def zeros(dtype=torch.float32):
+        return torch.zeros(4, dtype=dtype)
+
+    timestep = TimeStep(zeros(torch.int32), zeros(), zeros(), torch.rand(4, 2), {"x": torch.rand(4)})
+    carry = Carry((torch.rand(3),), timestep, (), torch.tensor(0))
+    arguments = ({"w": torch.rand(4)}, carry, torch.ones(4, 3), torch.ones(4, 3))
+    before = pytree.tree_map(torch.clone, arguments)
+    compiled = Compiler(True)(step)
+    for _ in range(2):
+        last, trajectory = unroll(compiled, *arguments, length=7)
+        assert last.step == 7
+        torch.testing.assert_close(trajectory.timestep.reward[-1], 7 * (before[0]["w"] + 1))
+        assert torch.equal(trajectory.output["twice"], trajectory.timestep.reward[1:])
+        assert torch.equal(trajectory.output["same"], before[0]["w"].expand(7, 4))
+        for x in pytree.tree_leaves((trajectory.timestep, trajectory.output)):
+            x.zero_()  # were it shared with what went in, the next round would see it
+        for a, b in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(before), strict=True):
+            assert torch.equal(a, b)
+    assert runs == [7]
+
+
+def test_memory_does_not_grow(seed):
+    import resource
+
+    env = make_env(load([]).env)
+    agent = make_agent(load(["algo.agent.hidden=[16]"]).algo, env.spec)()
+    keys = random.split(random.key(seed), 512).reshape(2, 256, 3)
+    variables, step = variables_of(agent)[0] | variables_of(agent)[1], Compiler(True)(make_step(agent, env))
+    carry = start(agent, env, keys[0])
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+
+    for i in range(200):
+        carry, _ = unroll(step, variables, carry, *keys, length=64)
+        if i == 20:
+            settled = peak()
+    assert peak() - settled < 20_000  # a trajectory has 700 KB, 180 of them 126 MB
+
+
+@torch.library.custom_op(OP, mutates_args=())
+def moody(x: torch.Tensor) -> torch.Tensor:
+    if float(x[0]) > 2.5:
+        raise ValueError("I do not feel like it")
+    return x + 1
+
+
+@moody.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_error_in_the_middle_ends_the_unroll_with_an_error(runs):
+    def step(variables, carry, env_keys, actor_keys):
+        timestep = carry.timestep._replace(reward=moody(carry.timestep.reward))
+        return carry._replace(timestep=timestep), ()
+
+    zeros = torch.zeros(4)
+    timestep = TimeStep(zeros.int(), zeros, zeros + 1, zeros + 2, {})
+    carry, keys = Carry((), timestep, (), torch.tensor(0)), torch.zeros(2, 4, 3)
+    compiled = Compiler(True)(step)
+    unroll(compiled, {}, carry, *keys, length=2)
+    with pytest.raises((RuntimeError, ValueError)) as inside:
+        unroll(compiled, {}, carry, *keys, length=9)
+    with pytest.raises((RuntimeError, ValueError)) as outside:
+        called_from_python(compiled, {}, carry, *keys, 9, 0)
+    assert runs == [9] and type(inside.value) is type(outside.value) and str(inside.value) == str(outside.value)
+    last, _ = unroll(compiled, {}, carry, *keys, length=2)  # and it goes on
+    assert torch.equal(last.timestep.reward, zeros + 2)
