@@ -22,7 +22,9 @@ from torchpod.anakin import Anakin, RunState
 from torchpod.bench.harness import Measurement
 from torchpod.compile import Compiler
 from torchpod.cpu_loop import Loop
+from torchpod.env import TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.minatar.breakout import Breakout
 from torchpod.graph import Replay
 from torchpod.inductor import Compiled
 from torchpod.learner import LearnerConfig
@@ -30,6 +32,23 @@ from torchpod.types import FIRST, LAST
 
 MODES = ("env_only", "policy", "update")
 UNROLL_LENGTH = 128
+
+
+class Work(NamedTuple):
+    """An environment, and PPO's settings for it: those of jax_ppo.py."""
+
+    env: TensorEnv
+    agent: PPOConfig = PPOConfig()
+    learner: LearnerConfig = LearnerConfig()
+
+
+def minatar_breakout() -> Work:
+    """As purejaxrl has it."""
+    agent = PPOConfig(activation="relu", channels=())
+    return Work(Breakout(), agent, LearnerConfig(num_minibatches=8, learning_rate=5e-3))
+
+
+WORK = {"cartpole": lambda: Work(CartPole()), "minatar_breakout": minatar_breakout}
 
 
 class Clock(Compiler):
@@ -98,6 +117,7 @@ def measure(
     seed: int = 0,
     compiler: Compiler | None = None,
     threads: int = 1,
+    env: str = "cartpole",
 ) -> Measurement:
     """Compiles, warms up, then times `repeats` calls of `iterations` iterations each: the work of jax_ppo.py.
 
@@ -111,15 +131,18 @@ def measure(
       seed: of parameters and environments.
       compiler: instead of a plain one, e.g. for a population; a `Clock` begins anew with the timed calls.
       threads: of torch.
+      env: one of `WORK`.
     """
-    env = CartPole()
+    if mode == "env_only" and env != "cartpole":
+        raise ValueError(f"env_only counts CartPole's rewards and draws its actions; {env} has a row in suite envs.")
+    work = WORK[env]()
     warmup_calls = max(1, -(-warmup // iterations))
     anakin = Anakin(
-        lambda: PPO(env.spec, PPOConfig()),
-        env,
+        lambda: PPO(work.env.spec, work.agent),
+        work.env,
         num_envs=num_envs,
         unroll_length=UNROLL_LENGTH,
-        learner=LearnerConfig(),
+        learner=work.learner,
         num_iterations=iterations * (warmup_calls + repeats),
         compiler=compiler or Compiler(True),
     )
@@ -247,6 +270,7 @@ CALLS = {"env_only": env_only_call, "policy": policy_call, "update": update_call
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--env", choices=[*WORK], default="cartpole")
     parser.add_argument("--num-envs", type=int, default=1024)
     parser.add_argument("--iterations", type=int, default=2, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
@@ -268,6 +292,7 @@ def main() -> None:
         seed=args.seed,
         compiler=compiler,
         threads=args.threads,
+        env=args.env,
     )
     if isinstance(compiler, Clock):
         print(compiler.table(sum(m["wall_s"])), file=sys.stderr)

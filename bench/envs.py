@@ -114,12 +114,9 @@ def main(
             failures.append(f"{case.name}: {row.ratio:.2f} x {peer.name}, and the goal is {case.goal:.1f} x.")
         calibrations.append(harness.calibrate(core))
 
-    calibration = {product: max(c[product] for c in calibrations) for product in calibrations[0]}
-    for case, row in zip(cases, rows, strict=True):
-        if case.figure is not None and row.peer is not None and not quick:
-            figures = harness.Figures(PRODUCT, GFLOPS, {NUM_ENVS: case.figure})
-            problem = harness.below_figure(NUM_ENVS, row.peer["value"], figures, calibration)
-            failures += [f"{case.name}: {problem}"] if problem else []
+    calibration = harness.best(calibrations)
+    known = {f"{case.name}/{NUM_ENVS}": case.figure for case in cases if case.figure is not None and not quick}
+    failures += harness.below_figures(rows, harness.Figures(PRODUCT, GFLOPS, known), calibration)
     return harness.finish(
         "envs",
         rows,

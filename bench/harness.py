@@ -389,27 +389,33 @@ class Figures:
     Attributes:
       product: the matrix product of calibrate.py that scales the figures.
       gflops: its rate, on one core of that machine.
-      env_steps_per_s: by num_envs.
+      env_steps_per_s: by row.
     """
 
     product: str
     gflops: float
-    env_steps_per_s: Mapping[int, float]
+    env_steps_per_s: Mapping[str, float]
 
 
-def below_figure(num_envs: int, value: float, figures: Figures, calibration: Mapping[str, float]) -> str | None:
-    """One sentence if a peer was slower than `FLOOR_SHARE` of its figure on a machine of this speed."""
-    if num_envs not in figures.env_steps_per_s:
-        return None
-    scale = calibration[figures.product] / figures.gflops
-    floor = FLOOR_SHARE * scale * figures.env_steps_per_s[num_envs]
-    if value >= floor:
-        return None
-    return (
-        f"The JAX row of {num_envs} environments is {value:,.0f} env steps/s, below {floor:,.0f}"
-        f" ({FLOOR_SHARE} x its figure {figures.env_steps_per_s[num_envs]:,.0f} x {scale:.2f} for this machine's"
-        f" {figures.product} product), so the ratios flatter us: use a quiet machine or repair the driver."
-    )
+def below_figures(rows: Sequence[Row], figures: Figures, calibration: Mapping[str, float]) -> list[str]:
+    """One sentence for each row whose peer was slower than `FLOOR_SHARE` of its figure on a machine of this speed."""
+    scale, found = calibration[figures.product] / figures.gflops, []
+    for row in rows:
+        figure = figures.env_steps_per_s.get(row.name)
+        if row.peer is None or figure is None or row.peer["value"] >= FLOOR_SHARE * scale * figure:
+            continue
+        found.append(
+            f"{row.name}: {row.peer['name']} did {row.peer['value']:,.0f} env steps/s, below"
+            f" {FLOOR_SHARE * scale * figure:,.0f} ({FLOOR_SHARE} x its figure {figure:,.0f} x {scale:.2f} for this"
+            f" machine's {figures.product} product), so that the ratio flatters us: use a quiet machine or repair the"
+            " driver."
+        )
+    return found
+
+
+def best(calibrations: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The highest rate of each product: what was slower had company."""
+    return {product: max(c[product] for c in calibrations) for product in calibrations[0]}
 
 
 # --- Result files -----------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             note = f"measured {part['date'][:10]}, commit {part['commit']}"
             new[row["name"]] = {**row, "note": "; ".join(filter(None, [row["note"], note]))}
         merged["rows"] = [new.get(row["name"], row) for row in merged["rows"]]
-        cases = tuple(name.partition("/")[0] + ":" for name in new)
+        cases = tuple(case + ":" for name in new for case in (name, name.partition("/")[0]))
         merged["failures"] = [x for x in merged["failures"] if not x.startswith(cases)] + list(part["failures"])
     return merged
 

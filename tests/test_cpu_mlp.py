@@ -90,6 +90,27 @@ def test_every_size_is_computed(sizes, rows, generator):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.24, 0.3, 1.0])
+@pytest.mark.parametrize("sizes", [[400, 64, 64, 3], [67, 80, 1], [64, 16, 144, 2]])
+def test_zeros_in_wide_inputs_are_left_out(sizes, density, generator):
+    cpu_mlp.load()
+    net = network(sizes, nn.ReLU)
+    layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    rows = int(torch.randint(1, 130, ()))
+    x = torch.randn(rows, sizes[0]) * (torch.rand(rows, sizes[0]) < density)
+    x[: rows // 2] *= (torch.rand(sizes[0]) < density).float()  # tiles of both kinds
+    doutput, flat = torch.randn(rows, sizes[-1]), [p.detach() for layer in layers for p in (layer.weight, layer.bias)]
+    ops, n = torch.ops.torchpod, len(layers)
+    output, *hidden = getattr(ops, f"mlp{n}_kept")(x, *flat, 2)
+    torch.testing.assert_close(output, net(x), rtol=1e-4, atol=1e-5)
+    gradients = getattr(ops, f"mlp{n}_backward")(doutput, x, *hidden, *flat[2::2], 2)
+    expected = torch.autograd.grad(net(x), [p for layer in layers for p in (layer.weight, layer.bias)], doutput)
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    x[-1, -1] = torch.nan
+    assert getattr(ops, f"mlp{n}_kept")(x, *flat, 2)[1][-1].isnan().any()
+
+
 @pytest.mark.parametrize("population", [1, 3])
 def test_threads_share_out_rows_or_networks(population, generator):
     net, rows = network([4, 64, 64, 2]), 5000

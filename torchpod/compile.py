@@ -61,13 +61,14 @@ class Compiler:
 def _keep_freed_memory() -> None:
     """Tells glibc to keep what a program frees for its next call, instead of faulting every page in again.
 
-    2 % of a PPO iteration on one core with 1024 environments; half of the time to prepare its batch.
+    2 % of a PPO iteration on one core with 1024 environments of CartPole, and half of the time to prepare its batch;
+    with 1024 of MinAtar, whose batches are 210 MB, 60 % more steps per second.
     """
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_threshold, 32 * 2**20)  # the most that glibc takes
-        mallopt(trim_threshold, 2**30)
+        mallopt(mmap_max, 0)  # what has a mapping of its own is given back when it is freed
+        mallopt(trim_threshold, 2**31 - 1)
 
 
 def _each_member(fn: Callable[..., Any], population: int) -> Callable[..., Any]:

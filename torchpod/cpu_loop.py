@@ -6,13 +6,15 @@ A step of 64 environments takes 35 us, calling it from Python another 15, and st
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod.trees import paths, reader, writer
+
+_aoti = cast(Any, torch._C)._aoti
 
 
 class _Stack(ctypes.Structure):
@@ -105,7 +107,7 @@ class Loop:
 
     def _call(self, inputs: list[Tensor], length: int, stacks: list[_Stack]) -> list[Tensor]:
         """The carry of the last call."""
-        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)
+        capsules = _aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)
         handles = (ctypes.c_void_p * len(inputs))(*(_pointer(x, None) for x in capsules))
         outputs = (ctypes.c_void_p * len(self._outputs))()
         try:
@@ -121,10 +123,10 @@ class Loop:
                 (_Stack * len(stacks))(*stacks),
             )
         finally:
-            torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)  # and frees them
+            _aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)  # and frees them
         if error:
             raise RuntimeError(error.decode())
-        made = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(x, None, None) for x in outputs])
+        made = _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(x, None, None) for x in outputs])
         return made[: self._num_carry]
 
 

@@ -8,6 +8,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -56,14 +60,14 @@ enum Activation { LINEAR, TANH, RELU };  // the numbers are those of cpu_mlp.py
 
 inline Vec activate(Activation kind, Vec x) {
   if (kind == TANH) return tanh(x);
-  if (kind == RELU) return x > 0.0f ? x : Vec{};
+  if (kind == RELU) return x < 0.0f ? Vec{} : x;  // NaN stays NaN
   return x;
 }
 
 // dx from dy, for y = activate(x).
 inline Vec differentiate(Activation kind, Vec dy, Vec y) {
   if (kind == TANH) return dy - dy * y * y;
-  return y > 0.0f ? dy : Vec{};
+  return y <= 0.0f ? Vec{} : dy;
 }
 
 // --- Products of matrices ------------------------------------------------------------------------------------------
@@ -156,6 +160,101 @@ struct Added {  // out += product
   void end(int r, int v, Vec x) const { store(out + r * ld + LANES * v, x); }
 };
 
+// --- Inputs that are mostly zero, such as boards of bits ------------------------------------------------------------
+
+// From so many inputs on it is worth a look which of them are zero, and then leaving these out, if three in four are.
+constexpr long WIDE = 64, DENSE_FROM = 4;
+
+// What is not zero in the rows of a tile: columns and values, row after row.
+struct Sparse {
+  int* column;
+  float* value;
+  long start[TILE + 1];
+};
+
+// Takes `room` for 2 * (rows * in + LANES) numbers.
+inline Sparse compress(long rows, long in, const float* x, float* room) {
+  Sparse found{reinterpret_cast<int*>(room), room + rows * in + LANES, {}};
+  long count = 0;
+  for (long r = 0; r < rows; r++) {
+    found.start[r] = count;
+    const float* row = x + r * in;
+    long i = 0;
+#ifdef __AVX512F__
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (; i + LANES <= in; i += LANES) {
+      const __m512 v = _mm512_loadu_ps(row + i);
+      const __mmask16 mask = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+      const __m512i columns = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
+      _mm512_storeu_si512(found.column + count, _mm512_maskz_compress_epi32(mask, columns));
+      _mm512_storeu_ps(found.value + count, _mm512_maskz_compress_ps(mask, v));
+      count += __builtin_popcount(mask);
+    }
+#endif
+    for (; i < in; i++) {
+      found.column[count] = static_cast<int>(i);
+      found.value[count] = row[i];
+      count += row[i] != 0.0f;
+    }
+  }
+  found.start[rows] = count;
+  return found;
+}
+
+inline bool dense(const Sparse& x, long rows, long in) { return x.start[rows] * DENSE_FROM > rows * in; }
+
+// X[rows, in] B[in, NV * 16] to End.
+template <int NV, class End>
+void sparse_columns(long rows, const Sparse& x, const float* b, long ldb, const End& end, long j) {
+  for (long r = 0; r < rows; r++) {
+    const End own = end.at(r, j);
+    Vec sums[NV];
+    Vec more[NV]{};  // two sums side by side: neither waits for the other
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) sums[v] = own.begin(0, v);
+    long n = x.start[r];
+    for (; n + 2 <= x.start[r + 1]; n += 2)
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) {
+        sums[v] += x.value[n] * load(b + x.column[n] * ldb + j + LANES * v);
+        more[v] += x.value[n + 1] * load(b + x.column[n + 1] * ldb + j + LANES * v);
+      }
+    if (n < x.start[r + 1])
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) sums[v] += x.value[n] * load(b + x.column[n] * ldb + j + LANES * v);
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) own.end(0, v, sums[v] + more[v]);
+  }
+}
+
+template <class End>
+void sparse_product(long rows, long cols, const Sparse& x, const float* b, long ldb, const End& end) {
+  long j = 0;
+  for (; j + 4 * LANES <= cols; j += 4 * LANES) sparse_columns<4>(rows, x, b, ldb, end, j);
+  for (; j < cols; j += LANES) sparse_columns<1>(rows, x, b, ldb, end, j);
+}
+
+// to[in, size] += X[rows, in]^T dz[rows, size], NV vectors of each row from column j on.
+template <int NV>
+void add_sparse_columns(long rows, long size, const Sparse& x, const float* dz, float* to, long j) {
+  for (long r = 0; r < rows; r++) {
+    Vec own[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) own[v] = load(dz + r * size + j + LANES * v);
+    for (long n = x.start[r]; n < x.start[r + 1]; n++) {
+      float* sums = to + x.column[n] * size + j;
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) store(sums + LANES * v, load(sums + LANES * v) + x.value[n] * own[v]);
+    }
+  }
+}
+
+void add_sparse(long rows, long size, const Sparse& x, const float* dz, float* to) {
+  long j = 0;
+  for (; j + 4 * LANES <= size; j += 4 * LANES) add_sparse_columns<4>(rows, size, x, dz, to, j);
+  for (; j < size; j += LANES) add_sparse_columns<1>(rows, size, x, dz, to, j);
+}
+
 // --- Networks ------------------------------------------------------------------------------------------------------
 
 struct Network {
@@ -164,6 +263,9 @@ struct Network {
   long layers() const { return sizes.size() - 1; }
   long widest() const { return up(*std::max_element(sizes.begin() + 1, sizes.end())); }
   static long up(long n) { return (n + LANES - 1) / LANES * LANES; }
+  bool wide() const { return sizes[0] >= WIDE; }
+  // Numbers that the work on a tile needs: two layers, and what `compress` takes.
+  long room() const { return 2 * TILE * widest() + (wide() ? 2 * up(TILE * sizes[0] + LANES) : 0); }
 };
 
 // Memory that a thread keeps from call to call.
@@ -183,6 +285,15 @@ long packed_size(const Network& net) {
   return size;
 }
 
+// from[rows, cols] to to[cols, ld], by bands of 16 columns: those of a whole matrix are more than the cache holds apart.
+void transpose(long rows, long cols, const float* from, float* to, long ld) {
+  for (long first = 0; first < cols; first += LANES) {
+    const long end = std::min(first + LANES, cols);
+    for (long r = 0; r < rows; r++)
+      for (long c = first; c < end; c++) to[c * ld + r] = from[r * cols + c];
+  }
+}
+
 // Weights [in, up(out)] and biases [up(out)] of each layer, one after the other; those of a narrow head as they are.
 void pack(const Network& net, const float* const* weights, const float* const* biases, float* to) {
   for (long l = 0; l < net.layers(); l++) {
@@ -191,15 +302,14 @@ void pack(const Network& net, const float* const* weights, const float* const* b
     if (l == net.layers() - 1 && narrow(out)) {
       std::memcpy(to, weights[l], sizeof(float) * in * out);
     } else {
-      for (long o = 0; o < out; o++)
-        for (long i = 0; i < in; i++) to[i * ld + o] = weights[l][o * in + i];
+      transpose(out, in, weights[l], to, ld);
     }
     std::memcpy(to + in * ld, biases[l], sizeof(float) * out);
     to += (in + 1) * ld;
   }
 }
 
-// Of rows [begin, end); hidden may be null, `own` has room for 2 tiles of the widest layer.
+// Of rows [begin, end); hidden may be null, `own` has `net.room()`.
 void forward_rows(const Network& net, long begin, long end, const float* x, const float* packed, float* out,
                   float* const* hidden, float* own) {
   const long layers = net.layers(), room = TILE * net.widest();
@@ -221,7 +331,14 @@ void forward_rows(const Network& net, long begin, long end, const float* x, cons
         break;
       }
       float* y = hidden && !last ? hidden[l] + first * size : own + l % 2 * room;
-      product(rows, ld, in, a, weights, ld, Activated{bias, y, ld, last ? LINEAR : net.kind});
+      const Activated end{bias, y, ld, last ? LINEAR : net.kind};
+      if (l == 0 && net.wide()) {
+        const Sparse found = compress(rows, in, a.data, own + 2 * room);
+        dense(found, rows, in) ? product(rows, ld, in, a, weights, ld, end)
+                               : sparse_product(rows, ld, found, weights, ld, end);
+      } else {
+        product(rows, ld, in, a, weights, ld, end);
+      }
       if (last)
         for (long r = 0; r < rows; r++) std::memcpy(out + (first + r) * size, y + r * ld, sizeof(float) * size);
       a = View{y, ld, 1};
@@ -230,10 +347,10 @@ void forward_rows(const Network& net, long begin, long end, const float* x, cons
   }
 }
 
-// Whether the gradient of the first weights is summed as [in, out]: rows of `in` are no vectors.
-inline bool flipped(const Network& net) { return net.sizes[0] % LANES != 0; }
+// Whether the gradient of the first weights is summed as [in, out]: rows of `in` are no vectors, or mostly zero.
+inline bool flipped(const Network& net) { return net.sizes[0] % LANES != 0 || net.wide(); }
 
-// Adds the gradients of rows [begin, end); `own` has room for 2 tiles of the widest layer.
+// Adds the gradients of rows [begin, end); `own` has `net.room()`.
 void backward_rows(const Network& net, long begin, long end, const float* x, const float* doutput,
                    const float* const* hidden, const float* const* weights, float* const* dweights,
                    float* const* dbiases, float* own) {
@@ -244,10 +361,13 @@ void backward_rows(const Network& net, long begin, long end, const float* x, con
     for (long l = layers - 1; l >= 0; l--) {
       const long in = net.sizes[l], size = net.sizes[l + 1];
       const float* a = (l ? hidden[l - 1] : x) + first * in;
-      if (l == 0 && flipped(net))
-        product(in, size, rows, View{a, 1, in}, dz, size, Added{dweights[0], size});
-      else
+      if (l == 0 && flipped(net)) {
+        const Sparse found = net.wide() ? compress(rows, in, a, own + 2 * room) : Sparse{};
+        !net.wide() || dense(found, rows, in) ? product(in, size, rows, View{a, 1, in}, dz, size, Added{dweights[0], size})
+                                              : add_sparse(rows, size, found, dz, dweights[0]);
+      } else {
         product(size, in, rows, View{dz, 1, size}, a, in, Added{dweights[l], in});
+      }
       for (long o = 0; o + LANES <= size; o += LANES) {
         Vec total = load(dbiases[l] + o);
         for (long r = 0; r < rows; r++) total += load(dz + r * size + o);
@@ -307,7 +427,7 @@ void forward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   std::vector<Tensor> made{empty(shape(many, networks, {rows, net.sizes[layers]}))};
   for (uint64_t l = 1; l < num_outputs; l++) made.push_back(empty(shape(many, networks, {rows, net.sizes[l]})));
 
-  const long room = 2 * TILE * net.widest(), size = packed_size(net);
+  const long room = net.room(), size = packed_size(net);
   auto run = [&](long p, long begin, long end, const float* packed, float* own) {
     std::vector<float*> hidden;
     for (uint64_t l = 1; l < num_outputs; l++) hidden.push_back(data(made[l]) + p * rows * net.sizes[l]);
@@ -362,7 +482,7 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
 
   long gradients = 0;
   for (long l = 0; l < layers; l++) gradients += (net.sizes[l] + 1) * net.sizes[l + 1];
-  const long room = 2 * TILE * net.widest();
+  const long room = net.room();
   // Sums the gradients of some rows in `to`, layer by layer: those of the weights, those of the biases.
   auto add = [&](long p, long begin, long end, float* to, float* own) {
     std::vector<const float*> hidden, weights;
@@ -384,8 +504,7 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
       const long inputs = net.sizes[l], size = net.sizes[l + 1];
       float* dweight = data(made[2 * l]) + p * inputs * size;
       if (l == 0 && flipped(net)) {
-        for (long o = 0; o < size; o++)
-          for (long i = 0; i < inputs; i++) dweight[o * inputs + i] = from[i * size + o];
+        transpose(inputs, size, from, dweight, inputs);
       } else {
         std::memcpy(dweight, from, sizeof(float) * inputs * size);
       }

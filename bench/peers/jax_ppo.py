@@ -1,9 +1,10 @@
-"""The JAX peer of the `anakin` suite: PPO on CartPole-v1, the work of purejaxrl's `ppo.py` to the last flop.
+"""The JAX peer of the `anakin` suite: PPO, the work of purejaxrl's `ppo.py` to the last flop.
 
-T=128 steps, 4 epochs x 4 minibatches over a random permutation of the T*B rows, separate 2x64 tanh actor and critic,
-GAE, clipped objective and clipped values, Adam with linear decay. Environment (dynamics, reset keys and auto-reset as
-gymnax has them), networks and optimizer are written out here, so that the peer needs nothing but JAX. The whole
-training is one `lax.scan` inside one `jit` with donated buffers: the host calls it once per timed repeat.
+T=128 steps, 4 epochs x M minibatches over a random permutation of the T*B rows, separate 2x64 actor and critic, GAE,
+clipped objective and clipped values, Adam with linear decay. CartPole-v1 (dynamics, reset keys and auto-reset as gymnax
+has them), networks and optimizer are written out here; MinAtar's Breakout is gymnax's own, with the settings that
+purejaxrl has for MinAtar. The whole training is one `lax.scan` inside one `jit` with donated buffers: the host calls it
+once per timed repeat.
 
     taskset -c 0 python bench/peers/jax_ppo.py --num-envs 1024 --iterations 4 --repeats 5 --json
 
@@ -17,8 +18,9 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Before jax is imported: XLA reads its flags once. One core is the caller's `taskset`; these keep XLA from splitting
 # work for a pool that it does not have.
@@ -31,12 +33,11 @@ import jax.numpy as jnp  # noqa: E402
 import jaxlib  # noqa: E402
 from jax import Array, lax  # noqa: E402
 
-UNROLL_LENGTH, EPOCHS, MINIBATCHES = 128, 4, 4
+UNROLL_LENGTH, EPOCHS = 128, 4
 DISCOUNT, GAE_LAMBDA, CLIP, ENTROPY_COST, VALUE_COST = 0.99, 0.95, 0.2, 0.01, 0.5
 # A minibatch's gradient is summed over chunks of at most this many rows, whose activations stay in the cache.
 CHUNK_ROWS = 2048
-LEARNING_RATE, MAX_GRAD_NORM, ADAM_B1, ADAM_B2, ADAM_EPS = 2.5e-4, 0.5, 0.9, 0.999, 1e-5
-OBSERVATION_SIZE, HIDDEN, NUM_ACTIONS = 4, 64, 2
+MAX_GRAD_NORM, ADAM_B1, ADAM_B2, ADAM_EPS, HIDDEN = 0.5, 0.9, 0.999, 1e-5, 64
 
 Params = dict[str, list[tuple[Array, Array]]]
 
@@ -90,38 +91,90 @@ def step(key: Array, state: CartPole, action: Array) -> tuple[CartPole, Array, A
     return state, reward, done, moved.episode_return
 
 
+class Work(NamedTuple):
+    """An environment, and PPO's settings for it."""
+
+    reset: Callable[[Array], Any]  # key -> state
+    observe: Callable[[Any], Array]  # state -> [O] float32
+    step: Callable[[Array, Any, Array], tuple[Any, Array, Array, Array]]
+    observation_size: int
+    num_actions: int
+    activation: Callable[[Array], Array]
+    minibatches: int
+    learning_rate: float
+
+
+class Breakout(NamedTuple):
+    """State of one of gymnax's environments, and what gymnax's LogWrapper adds."""
+
+    state: Any
+    episode_return: Array
+
+
+def minatar_breakout() -> Work:
+    """Of gymnax, which need not be installed for CartPole."""
+    import gymnax
+
+    env, params = gymnax.make("Breakout-MinAtar")
+
+    def step(key: Array, breakout: Breakout, action: Array) -> tuple[Breakout, Array, Array, Array]:
+        _, state, reward, terminated, truncated, _ = env.step(key, breakout.state, action, params)
+        done = terminated | truncated
+        episode_return = breakout.episode_return + reward
+        return Breakout(state, episode_return * (1 - done)), reward, done, episode_return
+
+    return Work(
+        reset=lambda key: Breakout(env.reset(key, params)[1], jnp.float32(0)),
+        observe=lambda breakout: env.get_obs(breakout.state).ravel(),
+        step=step,
+        observation_size=400,
+        num_actions=env.num_actions,
+        activation=jax.nn.relu,
+        minibatches=8,
+        learning_rate=5e-3,
+    )
+
+
+WORK = {
+    "cartpole": lambda: Work(reset, observe, step, 4, 2, jnp.tanh, 4, 2.5e-4),
+    "minatar_breakout": minatar_breakout,
+}
+
+
 # --- Networks and optimizer -------------------------------------------------------------------------------------------
 
 
-def init_params(key: Array) -> Params:
+def init_params(work: Work, key: Array) -> Params:
     """Orthogonal weights (gain sqrt 2; 0.01 for the policy's head, 1 for the value's), zero biases."""
 
     def tower(key: Array, outputs: int, head_gain: float) -> list[tuple[Array, Array]]:
-        sizes = [(OBSERVATION_SIZE, HIDDEN, 2**0.5), (HIDDEN, HIDDEN, 2**0.5), (HIDDEN, outputs, head_gain)]
+        first = (work.observation_size, HIDDEN, 2**0.5)
+        sizes = [first, (HIDDEN, HIDDEN, 2**0.5), (HIDDEN, outputs, head_gain)]
         keys = jax.random.split(key, len(sizes))
         orthogonal = jax.nn.initializers.orthogonal
         return [(orthogonal(g)(k, (i, o), jnp.float32), jnp.zeros(o)) for k, (i, o, g) in zip(keys, sizes, strict=True)]
 
     actor_key, critic_key = jax.random.split(key)
-    return {"actor": tower(actor_key, NUM_ACTIONS, 0.01), "critic": tower(critic_key, 1, 1.0)}
+    return {"actor": tower(actor_key, work.num_actions, 0.01), "critic": tower(critic_key, 1, 1.0)}
 
 
-def mlp(layers: list[tuple[Array, Array]], x: Array) -> Array:
-    """Dense, tanh, dense, tanh, dense."""
+def mlp(work: Work, layers: list[tuple[Array, Array]], x: Array) -> Array:
+    """Three dense layers, the activation between them."""
     for weight, bias in layers[:-1]:
-        x = jnp.tanh(x @ weight + bias)
+        x = work.activation(x @ weight + bias)
     weight, bias = layers[-1]
     return x @ weight + bias
 
 
-def policy(params: Params, observation: Array) -> tuple[Array, Array]:
+def policy(work: Work, params: Params, observation: Array) -> tuple[Array, Array]:
     """`[..., A]` log-probabilities and `[...]` values."""
-    return jax.nn.log_softmax(mlp(params["actor"], observation)), mlp(params["critic"], observation)[..., 0]
+    logits, value = mlp(work, params["actor"], observation), mlp(work, params["critic"], observation)[..., 0]
+    return jax.nn.log_softmax(logits), value
 
 
 def chosen(log_probs: Array, action: Array) -> Array:
     """The log-probability of each action, by a mask: a gather has a scatter for its gradient, which is slow."""
-    return jnp.sum(jax.nn.one_hot(action, NUM_ACTIONS) * log_probs, axis=-1)
+    return jnp.sum(jax.nn.one_hot(action, log_probs.shape[-1]) * log_probs, axis=-1)
 
 
 class Adam(NamedTuple):
@@ -132,13 +185,13 @@ class Adam(NamedTuple):
     count: Array
 
 
-def adam_step(params: Params, opt: Adam, grads: Params, total_iterations: int) -> tuple[Params, Adam]:
+def adam_step(work: Work, params: Params, opt: Adam, grads: Params, total_iterations: int) -> tuple[Params, Adam]:
     """Global-norm clip, Adam, learning rate falling linearly per iteration (not per minibatch)."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     scale = jnp.where(norm < MAX_GRAD_NORM, 1.0, MAX_GRAD_NORM / norm)
     grads = jax.tree.map(lambda g: g * scale, grads)
-    iteration = opt.count // (EPOCHS * MINIBATCHES)
-    rate = LEARNING_RATE * (1.0 - iteration / total_iterations)
+    iteration = opt.count // (EPOCHS * work.minibatches)
+    rate = work.learning_rate * (1.0 - iteration / total_iterations)
     count = opt.count + 1
     mu = jax.tree.map(lambda m, g: ADAM_B1 * m + (1 - ADAM_B1) * g, opt.mu, grads)
     nu = jax.tree.map(lambda v, g: ADAM_B2 * v + (1 - ADAM_B2) * g * g, opt.nu, grads)
@@ -155,7 +208,7 @@ class Carry(NamedTuple):
 
     params: Params
     opt: Adam
-    env_state: CartPole
+    env_state: Any
     key: Array
 
 
@@ -178,49 +231,51 @@ class Episodes(NamedTuple):
     count: Array
 
 
-def init_carry(seed: int, num_envs: int) -> Carry:
+def init_carry(work: Work, seed: int, num_envs: int) -> Carry:
     """Parameters, optimizer and environments of one seed."""
     key, params_key, env_key = jax.random.split(jax.random.key(seed), 3)
-    params = init_params(params_key)
+    params = init_params(work, params_key)
     zeros = partial(jax.tree.map, jnp.zeros_like)
     return Carry(
         params,
         Adam(zeros(params), zeros(params), jnp.int32(0)),
-        jax.vmap(reset)(jax.random.split(env_key, num_envs)),
+        jax.vmap(work.reset)(jax.random.split(env_key, num_envs)),
         key,
     )
 
 
-def step_all(key: Array, state: CartPole, action: Array) -> tuple[CartPole, Array, Array, Array]:
+def step_all(work: Work, key: Array, state: Any, action: Array) -> tuple[Any, Array, Array, Array]:
     """`step` of every environment, each with its own key."""
-    return jax.vmap(step)(jax.random.split(key, action.shape[0]), state, action)
+    return jax.vmap(work.step)(jax.random.split(key, action.shape[0]), state, action)
 
 
-def random_rollout(carry: Carry) -> tuple[Carry, Episodes]:
+def random_rollout(work: Work, carry: Carry) -> tuple[Carry, Episodes]:
     """T steps with random actions: the environment alone."""
 
-    def body(scan_carry: tuple[CartPole, Array], _: None) -> tuple[tuple[CartPole, Array], Array]:
+    num_envs = jax.tree.leaves(carry.env_state)[0].shape[0]
+
+    def body(scan_carry: tuple[Any, Array], _: None) -> tuple[tuple[Any, Array], Array]:
         state, key = scan_carry
         key, action_key, step_key = jax.random.split(key, 3)
-        action = jax.random.randint(action_key, state.x.shape, 0, NUM_ACTIONS)
-        state, _, done, finished_return = step_all(step_key, state, action)
+        action = jax.random.randint(action_key, (num_envs,), 0, work.num_actions)
+        state, _, done, finished_return = step_all(work, step_key, state, action)
         return (state, key), jnp.stack([jnp.sum(done * finished_return), jnp.sum(done)])
 
     (state, key), finished = lax.scan(body, (carry.env_state, carry.key), None, UNROLL_LENGTH)
     return carry._replace(env_state=state, key=key), Episodes(*finished.sum(0))
 
 
-def rollout(carry: Carry) -> tuple[Carry, Transition, Episodes]:
+def rollout(work: Work, carry: Carry) -> tuple[Carry, Transition, Episodes]:
     """T steps with the policy; the trajectory is stored."""
 
-    def body(scan_carry: tuple[CartPole, Array], _: None) -> tuple[tuple[CartPole, Array], Transition]:
+    def body(scan_carry: tuple[Any, Array], _: None) -> tuple[tuple[Any, Array], Transition]:
         state, key = scan_carry
         key, action_key, step_key = jax.random.split(key, 3)
-        observation = jax.vmap(observe)(state)
-        log_probs, value = policy(carry.params, observation)
+        observation = jax.vmap(work.observe)(state)
+        log_probs, value = policy(work, carry.params, observation)
         action = jax.random.categorical(action_key, log_probs)
         log_prob = chosen(log_probs, action)
-        state, reward, done, finished_return = step_all(step_key, state, action)
+        state, reward, done, finished_return = step_all(work, step_key, state, action)
         return (state, key), Transition(observation, action, log_prob, value, reward, done, finished_return)
 
     (state, key), trajectory = lax.scan(body, (carry.env_state, carry.key), None, UNROLL_LENGTH)
@@ -254,9 +309,9 @@ class Rows(NamedTuple):
     target: Array
 
 
-def loss(params: Params, rows: Rows) -> Array:
+def loss(params: Params, rows: Rows, work: Work) -> Array:
     """Clipped objective + clipped value loss - entropy, averaged over the rows; advantages are normalised already."""
-    log_probs, value = policy(params, rows.observation)
+    log_probs, value = policy(work, params, rows.observation)
     log_prob = chosen(log_probs, rows.action)
     clipped_value = rows.value + jnp.clip(value - rows.value, -CLIP, CLIP)
     value_loss = 0.5 * jnp.maximum((value - rows.target) ** 2, (clipped_value - rows.target) ** 2).mean()
@@ -266,17 +321,17 @@ def loss(params: Params, rows: Rows) -> Array:
     return policy_loss + VALUE_COST * value_loss - ENTROPY_COST * entropy
 
 
-def gradient(params: Params, rows: Rows) -> Params:
+def gradient(work: Work, params: Params, rows: Rows) -> Params:
     """The gradient of `loss` on one minibatch, the advantages normalised over all of it; the mean over its chunks."""
     advantage = (rows.advantage - rows.advantage.mean()) / (rows.advantage.std() + 1e-8)
     rows = rows._replace(advantage=advantage)
     size = advantage.shape[0]
     if size <= CHUNK_ROWS or size % CHUNK_ROWS:
-        return jax.grad(loss)(params, rows)
+        return jax.grad(loss)(params, rows, work)
     chunks = jax.tree.map(lambda x: x.reshape(-1, CHUNK_ROWS, *x.shape[1:]), rows)
 
     def add(total: Params, chunk: Rows) -> tuple[Params, None]:
-        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, chunk)), None
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, chunk, work)), None
 
     total, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), chunks)
     return jax.tree.map(lambda g: g * (CHUNK_ROWS / size), total)
@@ -294,7 +349,7 @@ def permutation(key: Array, shape: tuple[int, ...]) -> Array:
         return lax.convert_element_type(order, jnp.uint32)
 
 
-def shuffled(key: Array, rows: Rows, deal: bool) -> Rows:
+def shuffled(key: Array, rows: Rows, minibatches: int, deal: bool) -> Rows:
     """Minibatches `[M, T * B / M, ...]` of rows `[T, B, ...]`.
 
     All T * B rows are shuffled, as purejaxrl does it; or, with `deal`, each environment deals its own shuffled steps to
@@ -304,33 +359,33 @@ def shuffled(key: Array, rows: Rows, deal: bool) -> Rows:
     if not deal:
         order = permutation(key, (length * size,))
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
-        return jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), flat)
+        return jax.tree.map(lambda x: x[order].reshape(minibatches, -1, *x.shape[1:]), flat)
     order = permutation(key, (size, length))
 
     def pick(x: Array) -> Array:
         x = jax.vmap(lambda steps, own: steps[own])(x.swapaxes(0, 1), order)
-        x = x.reshape(size, MINIBATCHES, length // MINIBATCHES, *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(MINIBATCHES, -1, *x.shape[3:])
+        x = x.reshape(size, minibatches, length // minibatches, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(minibatches, -1, *x.shape[3:])
 
     return jax.tree.map(pick, rows)
 
 
-def ppo_iteration(carry: Carry, total_iterations: int, deal: bool) -> tuple[Carry, Episodes]:
+def ppo_iteration(work: Work, carry: Carry, total_iterations: int, deal: bool) -> tuple[Carry, Episodes]:
     """Rollout, advantages, epochs x minibatches."""
-    carry, trajectory, episodes = rollout(carry)
-    _, last_value = policy(carry.params, jax.vmap(observe)(carry.env_state))
+    carry, trajectory, episodes = rollout(work, carry)
+    _, last_value = policy(work, carry.params, jax.vmap(work.observe)(carry.env_state))
     advantage = gae(trajectory, last_value)
     t = trajectory
     rows = Rows(t.observation, t.action, t.log_prob, t.value, advantage, advantage + t.value)
 
     def minibatch(learner: tuple[Params, Adam], batch: Rows) -> tuple[tuple[Params, Adam], None]:
         params, opt = learner
-        return adam_step(params, opt, gradient(params, batch), total_iterations), None
+        return adam_step(work, params, opt, gradient(work, params, batch), total_iterations), None
 
     def epoch(scan_carry: tuple[Params, Adam, Array], _: None) -> tuple[tuple[Params, Adam, Array], None]:
         params, opt, key = scan_carry
         key, permutation_key = jax.random.split(key)
-        (params, opt), _ = lax.scan(minibatch, (params, opt), shuffled(permutation_key, rows, deal))
+        (params, opt), _ = lax.scan(minibatch, (params, opt), shuffled(permutation_key, rows, work.minibatches, deal))
         return (params, opt, key), None
 
     (params, opt, key), _ = lax.scan(epoch, (carry.params, carry.opt, carry.key), None, EPOCHS)
@@ -338,24 +393,24 @@ def ppo_iteration(carry: Carry, total_iterations: int, deal: bool) -> tuple[Carr
 
 
 def run(
-    carry: Carry, mode: str, iterations: int, total_iterations: int, deal: bool
+    carry: Carry, work: Work, mode: str, iterations: int, total_iterations: int, deal: bool
 ) -> tuple[Carry, Transition | None, Episodes]:
     """`iterations` iterations of a mode; the episodes are those of each iteration, `[iterations]`."""
 
     def body(scan_carry: tuple[Carry, Transition | None], _: None) -> tuple[tuple[Carry, Transition | None], Episodes]:
         carry, trajectory = scan_carry
         if mode == "env_only":
-            carry, episodes = random_rollout(carry)
+            carry, episodes = random_rollout(work, carry)
         elif mode == "policy":
             # The trajectory is an output, so that XLA cannot leave out storing it.
-            carry, trajectory, episodes = rollout(carry)
+            carry, trajectory, episodes = rollout(work, carry)
         else:
-            carry, episodes = ppo_iteration(carry, total_iterations, deal)
+            carry, episodes = ppo_iteration(work, carry, total_iterations, deal)
         return (carry, trajectory), episodes
 
     trajectory = None
     if mode == "policy":
-        shapes = jax.eval_shape(rollout, carry)[1]
+        shapes = jax.eval_shape(partial(rollout, work), carry)[1]
         trajectory = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (carry, trajectory), episodes = lax.scan(body, (carry, trajectory), None, iterations)
     return carry, trajectory, episodes
@@ -374,6 +429,7 @@ def measure(
     seed: int = 0,
     deal: bool = False,
     population: int = 1,
+    env: str = "cartpole",
 ) -> dict:
     """Compiles, warms up, then times `repeats` calls of `iterations` iterations each.
 
@@ -385,6 +441,7 @@ def measure(
       warmup: iterations before the first timed one, rounded up to whole calls, at least one call.
       seed: seed of parameters and environments.
       deal: see `shuffled`.
+      env: one of `WORK`.
       population: members, of seeds `seed`, `seed + 1`, ..., mapped by `jax.vmap`.
 
     Returns:
@@ -392,8 +449,9 @@ def measure(
     """
     warmup_calls = max(1, -(-warmup // iterations))
     total_iterations = iterations * (warmup_calls + repeats)
-    begin = partial(init_carry, num_envs=num_envs)
-    train = partial(run, mode=mode, iterations=iterations, total_iterations=total_iterations, deal=deal)
+    work = WORK[env]()
+    begin = partial(init_carry, work, num_envs=num_envs)
+    train = partial(run, work=work, mode=mode, iterations=iterations, total_iterations=total_iterations, deal=deal)
     if population > 1:
         begin, train = jax.vmap(begin), jax.vmap(train)
     carry = jax.block_until_ready(jax.jit(begin)(seed + jnp.arange(population) if population > 1 else seed))
@@ -420,7 +478,7 @@ def measure(
         "num_envs": num_envs,
         "unroll_length": UNROLL_LENGTH,
         "epochs": EPOCHS,
-        "minibatches": MINIBATCHES,
+        "minibatches": work.minibatches,
         "batch_rows": UNROLL_LENGTH * num_envs,
         "param_count": param_count,
         "dtype": str(carry.params["actor"][0][0].dtype),
@@ -442,6 +500,7 @@ def measure(
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--env", choices=[*WORK], default="cartpole")
     parser.add_argument("--num-envs", type=int, default=1024)
     parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls")
@@ -462,6 +521,7 @@ def main() -> None:
         seed=args.seed,
         deal=args.deal,
         population=args.population,
+        env=args.env,
     )
     if args.json:
         print(json.dumps(m))

@@ -54,7 +54,7 @@ def test_a_goal_that_is_missed_and_a_slow_peer_fail(tmp_path, monkeypatch):
     assert status == 1
     missed, slow = document["failures"]
     assert missed == "x: 2.00 x gymnax, and the goal is 2.5 x."
-    assert slow.startswith("x: The JAX row of 2048 environments is 100 env steps/s, below 900")
+    assert slow.startswith("x/2048: gymnax did 100 env steps/s, below 900")
 
 
 def test_one_row_alone(tmp_path, monkeypatch):

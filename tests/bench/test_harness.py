@@ -8,19 +8,22 @@ import torch
 
 from torchpod import bench, run_folder
 from torchpod.bench import anakin, harness
+from torchpod.bench.anakin import Case
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
 
 
 def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
     path = tmp_path / "out.json"
-    options = {"num_envs": (64,), "modes": ("update",), "rounds": 2, "repeats": 2, **knobs}
-    figures = Figures("2048x64x64", 100.0, {64: floor})
+    options = {"cases": (Case(64),), "rounds": 2, "repeats": 2, **knobs}
+    figures = Figures("2048x64x64", 100.0, {"ppo_cartpole/64": floor})
     status = anakin.main(str(path), workers=(workers[0], workers[1]), figures=figures, **options)
     return status, json.loads(path.read_text())
 
 
 def test_a_row_holds_the_ratio_of_torchpod_over_its_peer_with_every_repeat(tmp_path, fake):
-    status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), modes=tuple(anakin.WORK))
+    status, document = run_suite(
+        tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=[Case(64, mode) for mode in anakin.MODES]
+    )
     assert status == 0
     rows = {row["name"]: row for row in document["rows"]}
     assert list(rows) == [
@@ -46,12 +49,24 @@ def test_sides_take_turns_on_one_core_and_only_the_first_round_compiles_cold(tmp
     assert rows["ppo_cartpole/64"]["threads"]["jax"]["cores"] == 1
 
 
+def test_cores_are_part_of_a_case(tmp_path, fake, monkeypatch):
+    cases = [Case(64, env="minatar_breakout"), Case(64, cores=2)]
+    _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases)
+    names = ["ppo_minatar_breakout/64", "compile_cold_ppo_minatar_breakout/64", "compile_warm_ppo_minatar_breakout/64"]
+    assert [row["name"] for row in document["rows"]] == [*names, "ppo_cartpole/64 on 2 cores"]
+    assert [row["threads"]["jax"]["cores"] for row in document["rows"]] == [1, 1, 1, len(os.sched_getaffinity(0))]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases[1:])
+    assert status == 1 and document["rows"] == []
+    assert document["failures"] == ["ppo_cartpole/64 on 2 cores: not measured, there are too few cores."]
+
+
 def test_a_peer_below_its_scaled_figure_fails_the_bench_with_one_sentence(tmp_path, fake, capsys):
     # This machine multiplies at half the rate, so 0.9 of half the figure is asked for: 2000 >= 0.45 * 4400.
     assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), floor=4400)[0] == 0
     status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), floor=4500)
     assert status == 1 and len(document["failures"]) == 1
-    assert "The JAX row of 64 environments is 2,000 env steps/s, below 2,025" in capsys.readouterr().err
+    assert "ppo_cartpole/64: jax did 2,000 env steps/s, below 2,025" in capsys.readouterr().err
 
 
 def test_unequal_work_fails_the_bench(tmp_path, fake):
@@ -77,7 +92,7 @@ def test_a_worker_of_ours_that_fails_fails_the_bench_and_keeps_the_peers_row(tmp
 
 
 def test_a_learner_that_does_not_learn_as_its_peer_does_is_reported(tmp_path, fake):
-    arguments = anakin.case_arguments(64, "update", 1, learn=True, seed=0)
+    arguments = anakin.case_arguments(Case(64), 1, learn=True, seed=0)
     m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
     assert harness.unequal_work(m, m) == harness.unequal_returns(m, m) == []
     for episode_return in (50.0, None):
@@ -86,7 +101,7 @@ def test_a_learner_that_does_not_learn_as_its_peer_does_is_reported(tmp_path, fa
 
 
 def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):
-    arguments = anakin.case_arguments(64, "update", 1, learn=False, seed=0)
+    arguments = anakin.case_arguments(Case(64), 1, learn=False, seed=0)
     m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
     m["cpu_s"] = [0.5 * wall for wall in m["wall_s"]]
     row = RowMaker().rate("ppo_cartpole/64", [m], [m], peer_name="jax")

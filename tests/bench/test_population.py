@@ -11,7 +11,7 @@ from torchpod.bench.harness import Figures
 def run_suite(tmp_path, *workers, floor=1.0, **knobs):
     path = tmp_path / "out.json"
     options = {"cases": ((16, 4),), "rounds": 2, "repeats": 2, **knobs}
-    figures = Figures("2048x64x64", 100.0, {16: floor})
+    figures = Figures("2048x64x64", 100.0, {"population_ppo_cartpole/16x4": floor})
     return population.main(str(path), workers=workers, figures=figures, **options), json.loads(path.read_text())
 
 
