@@ -9,6 +9,8 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= 2
 # More overrides, e.g. make train ARGS="num_envs=64 compile=false"; make test ARGS="-k vtrace".
 ARGS ?=
+# Of benchmarks; all of them, anakin envs population reuse scaling sebulba (and gpu), take three hours.
+SUITES ?= anakin
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,8 +52,9 @@ layers: setup
 spelling: setup
 	$(BIN)/codespell
 
-bench: setup $(PEERS_READY)
-	$(BIN)/torchpod bench anakin $(ARGS)
+bench: setup $(HOST_READY) $(PEERS_READY)
+	@failed=; for suite in $(SUITES); do $(BIN)/torchpod bench $$suite $(ARGS) || failed="$$failed $$suite"; done; \
+	test -z "$$failed" || { echo "torchpod bench: failed:$$failed" >&2; exit 1; }
 
 setup: $(READY)
 	@command -v $(firstword $(CXX)) >/dev/null 2>&1 || echo "torchpod: no C++ compiler ($(firstword $(CXX))) found, so" \
@@ -74,10 +77,12 @@ $(READY):
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.ready-* && touch $@
 
-# What only tests need: EnvPool, half a gigabyte, and the package of MinAtar, of whose dependencies they need NumPy alone.
+# What only tests need: EnvPool, half a gigabyte; the package of MinAtar, of whose dependencies they need NumPy alone; and
+# Triton, one gigabyte, in a folder that no other program sees (with torch for CUDA comes one of its own).
 $(HOST_READY): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[envpool]"
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps MinAtar
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/triton triton==3.9.0
 	@rm -f $(VENV)/.host-* && touch $@
 
 $(PEERS_READY): bench/peers/requirements.txt

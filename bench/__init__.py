@@ -8,7 +8,7 @@ if __name__ == "bench":
     raise ImportError("import torchpod.bench, not bench")
 
 # Suite -> module of this package; read when it is asked for, so that one suite never needs what another imports.
-SUITES = {name: name for name in ("anakin", "envs", "gpu", "population", "reuse", "sebulba")}
+SUITES = {name: name for name in ("anakin", "envs", "gpu", "population", "reuse", "scaling", "sebulba")}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,107 @@
+"""Suite scaling: speed-ups over one rank, sums over ranks, and the model of these."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from torchpod.bench import harness, scaling
+from torchpod.bench.harness import Worker
+from torchpod.bench.scaling import Network
+
+# K ranks do 0.9 K times the work of one, and their network has 3 us and 2 GB/s.
+FAKE = textwrap.dedent(
+    """
+    import json, sys
+    ranks, *arguments = sys.argv[1:]
+    options, k = dict(zip(arguments[::2], arguments[1::2])), int(ranks)
+    num_envs, iterations, repeats = (int(options[x]) for x in ("--num-envs", "--iterations", "--repeats"))
+    speed_up = k if k == 1 else 0.9 * k
+    wall = iterations * 128 * num_envs / (1000.0 * speed_up)
+    alone = {n: 2 * (k - 1) * (3e-6 + n / k / 2e9) for n in (8, 32768, 1048576, 16777216)}
+    print(json.dumps(dict(
+        framework="torchpod", mode="update", num_envs=num_envs, unroll_length=128, epochs=4, minibatches=4,
+        batch_rows=128 * num_envs, param_count=9155, dtype="float32", iterations=iterations, total_iterations=8,
+        compile_s=1.0, env_steps=[iterations * 128 * num_envs] * repeats, wall_s=[wall] * repeats,
+        cpu_s=[wall] * repeats, env_steps_per_s={}, episode_return=1.0, episodes=1, threads={}, versions={},
+        ranks=k, sums_per_iteration=21, bytes_per_iteration=21 * 36_000, share_in_sums=0.02 * k, alone=alone)))
+    """
+)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+    def worker(ranks):
+        command = (sys.executable, "-S", str(script), str(ranks))
+        return Worker(f"{ranks} ranks", command, missing="no torchrun" if ranks == 3 else None)
+
+    return worker
+
+
+def test_rows_are_speed_ups_and_the_page_shows_them(tmp_path, fake):
+    page = tmp_path / "scaling.md"
+    assert scaling.main(worker=fake, page=page) == 0
+    (path,) = tmp_path.glob("scaling_*.json")
+    document = json.loads(path.read_text())
+    rows = {row["name"]: row for row in document["rows"]}
+    assert list(rows) == [f"{kind}_ppo_cartpole/{k} ranks" for kind in ("weak", "strong") for k in (1, 2, 4)]
+    for kind in ("weak", "strong"):
+        ratios = [rows[f"{kind}_ppo_cartpole/{k} ranks"]["ratio"] for k in (1, 2, 4)]
+        assert ratios == pytest.approx([1.0, 1.8, 3.6])
+    text = page.read_text()
+    assert "| weak | 2 | 1,800 | 1.80 | 4.0% |" in text and "| strong | 4 | 3,600 | 3.60 | 8.0% |" in text
+    assert "3 us and 2.00 GB/s" in text and "Nothing below was measured" in text
+    assert "| 4 | 16,777,216 | 12,601 us | 12,601 us |" in text
+
+
+def test_ranks_that_fail_are_told_and_the_page_stays(tmp_path, fake):
+    page = tmp_path / "scaling.md"
+    assert scaling.main(worker=fake, page=page, num_ranks=(1, 3), rounds=1) == 1
+    (path,) = tmp_path.glob("scaling_*.json")
+    assert json.loads(path.read_text())["failures"] == [
+        f"{kind}_ppo_cartpole/3 ranks: 3 ranks: no torchrun" for kind in ("weak", "strong")
+    ]
+    assert not page.exists()
+
+
+def test_weak_rows_grow_with_the_ranks_and_strong_ones_do_not():
+    assert [scaling.case_arguments("weak", k, 3)[1] for k in (1, 2, 4)] == ["1024", "2048", "4096"]
+    assert [scaling.case_arguments("strong", k, 3)[1] for k in (1, 2, 4)] == ["4096"] * 3
+
+
+def test_a_sum_takes_the_better_of_ring_and_tree():
+    network = Network(latency_s=1e-5, bandwidth=1e9)
+    assert network.sum_s(1, 1e6) == 0.0
+    assert network.sum_s(2, 1e6) == pytest.approx(2 * (1e-5 + 5e-4))
+    assert network.sum_s(8, 8e8) == pytest.approx(14 * (1e-5 + 0.1))  # a ring: each sends its share 14 times
+    assert network.sum_s(2048, 8.0) == pytest.approx(22 * 1e-5, rel=1e-3)  # a tree: 11 levels, up and down
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_fit_finds_the_network_that_made_the_numbers(ranks):
+    network = Network(latency_s=2e-5, bandwidth=3e9)
+    alone = {str(n): 2 * (ranks - 1) * (2e-5 + n / ranks / 3e9) for n in (8, 2**20, 2**24)}
+    assert scaling.fit(alone, ranks) == pytest.approx(network, rel=1e-3)
+
+
+def test_two_real_ranks_count_their_steps_and_sums():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    worker = ["-m", "torchpod.bench.scaling_worker", "--eager", "--num-envs", "8", "--iterations", "1"]
+    done = subprocess.run(
+        [*torchrun, *worker, "--repeats", "2"], capture_output=True, text=True, timeout=300, cwd=harness.ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("{"))
+    found = json.loads(line)
+    assert (found["ranks"], found["num_envs"], found["sums_per_iteration"]) == (2, 8, 21)
+    assert all(0.9 * 1024 < steps <= 1024 for steps in found["env_steps"])  # of both ranks; some steps are resets
+    # 16 gradients with 5 metrics, 4 moments of 4 minibatches, the sums of episodes
+    assert found["bytes_per_iteration"] == 16 * 4 * (found["param_count"] + 5) + 4 * 8 * 4 * 3 + 4 * 8
+    assert 0.0 < found["share_in_sums"] < 1.0 and all(seconds > 0.0 for seconds in found["alone"].values())
