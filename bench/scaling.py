@@ -37,7 +37,7 @@ class Network(NamedTuple):
     bandwidth: float
 
     def sum_s(self, ranks: int, size: float) -> float:
-        """Seconds of one sum, by the better of a ring (2 (K - 1) messages of size / K) and a tree (2 log2 K of size)."""
+        """Seconds of one sum: the better of a ring, 2 (K - 1) messages of size / K, and a tree, 2 log2 K of size."""
         if ranks == 1:
             return 0.0
         ring = 2 * (ranks - 1) * (self.latency_s + size / ranks / self.bandwidth)
@@ -165,8 +165,9 @@ def render(rows: Sequence[harness.Row], found: Mapping[tuple[str, int], Mapping[
     """docs/scaling.md."""
     ranks = sorted({k for _, k in found})
     cores = os.cpu_count() or 1
-    one, two = found["weak", 1], found["weak", min(k for k in ranks if k > 1)]
-    network = fit(two["alone"], min(k for k in ranks if k > 1))
+    few = min(k for k in ranks if k > 1)
+    one, two = found["weak", 1], found["weak", few]
+    network = fit(two["alone"], few)
     size = two["bytes_per_iteration"] / two["sums_per_iteration"]
     by_name = {row.name: row for row in rows}
     lines = [
@@ -192,11 +193,11 @@ def render(rows: Sequence[harness.Row], found: Mapping[tuple[str, int], Mapping[
         "## A model of the sums",
         "",
         f"An iteration has {one['sums_per_iteration']} sums ({one['bytes_per_iteration'] / 1e3:,.0f} kB: gradients,"
-        " moments of the advantages, episodes). A sum of n bytes over K ranks takes 2 (K - 1) messages of n / K bytes in"
-        " a ring or 2 log2 K messages of n bytes in a tree, the better of which is counted; a message takes a latency"
-        f" plus its bytes over a bandwidth. From sums over {min(k for k in ranks if k > 1)} ranks on this machine, of"
-        f" 8 bytes and of 16 MiB: {1e6 * network.latency_s:.0f} us and {network.bandwidth / 1e9:.2f} GB/s. What these two"
-        " numbers say of the other sizes and numbers of ranks:",
+        " moments of the advantages, episodes). A sum of n bytes over K ranks takes 2 (K - 1) messages of n / K bytes"
+        " in a ring or 2 log2 K messages of n bytes in a tree, the better of which is counted; a message takes a"
+        f" latency plus its bytes over a bandwidth. From sums over {few} ranks on this machine, of"
+        f" 8 bytes and of 16 MiB: {1e6 * network.latency_s:.0f} us and {network.bandwidth / 1e9:.2f} GB/s. What these"
+        " two numbers say of the other sizes and numbers of ranks:",
         "",
         "| ranks | bytes | measured alone | model |",
         "|--:|--:|--:|--:|",
@@ -211,8 +212,8 @@ def render(rows: Sequence[harness.Row], found: Mapping[tuple[str, int], Mapping[
         "## Prediction",
         "",
         "**Nothing below was measured.** Efficiency is t / (t + sums), for an iteration that computes for t on each"
-        f" device and makes the {one['sums_per_iteration']} sums of PPO on CartPole one after the other, with no overlap"
-        " and no stragglers. The first t is that of one core of this machine with"
+        f" device and makes the {one['sums_per_iteration']} sums of PPO on CartPole one after the other, without"
+        " overlap or stragglers. The first t is that of one core of this machine with"
         f" {PER_RANK} environments; the others stand for faster devices, whose t a GPU run will replace. Networks are"
         " round numbers of data sheets: "
         + "; ".join(f"{name}: {1e6 * x.latency_s:.0f} us, {x.bandwidth / 1e9:.2f} GB/s" for name, x in ASSUMED.items())
