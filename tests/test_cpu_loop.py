@@ -10,6 +10,7 @@ from torchpod import cpu_loop, random
 from torchpod.agent import variables_of
 from torchpod.compile import Compiler
 from torchpod.config import load
+from torchpod.envs import CartPole
 from torchpod.inductor import Compiled
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import Recorder, make_step, start, unroll
@@ -93,6 +94,70 @@ def test_what_goes_in_stays_as_it_was_and_what_comes_out_is_the_callers(seed, ru
         for a, b in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(before), strict=True):
             assert torch.equal(a, b)
     assert runs == [7]
+
+
+class Remembers(CartPole):
+    """Its state is the state of CartPole, and the last action."""
+
+    def reset(self, keys):
+        return super().reset(keys), torch.zeros_like(keys[..., 0])
+
+    def transition(self, state, action, keys):
+        state, reward, terminated = super().transition(state[0], action, keys)
+        return (state, action), reward, terminated
+
+    def observe(self, state):
+        return super().observe(state[0])
+
+
+@pytest.mark.parametrize("population", [1, 2])
+def test_an_action_that_the_state_keeps_is_two_outputs_of_one_tensor(population, seed, runs):
+    env = Remembers()
+    agent = make_agent(load(["algo.agent.hidden=[16]"]).algo, env.spec)()
+    keys = random.split(random.key(seed), 16).reshape(2, 8, 3)
+    one = (dict(variables_of(agent)[0] | variables_of(agent)[1]), start(agent, env, keys[0]), *keys)
+    variables, carry, *keys = one if population == 1 else stack([one] * population)
+    step, axis = Compiler(True, population)(make_step(agent, env)), int(population > 1)
+    carry, _ = unroll(step, variables, carry, *keys, length=1, time_axis=axis)
+    inside = unroll(step, variables, carry, *keys, length=9, time_axis=axis)
+    outside = called_from_python(step, variables, carry, *keys, 9, axis)
+    for a, b in zip(pytree.tree_leaves(inside), pytree.tree_leaves(outside), strict=True):
+        assert torch.equal(a, b)
+    assert runs == [9]
+
+
+@pytest.mark.parametrize("same", [torch.Tensor.detach, lambda x: x[:], lambda x: x.view(4)])
+def test_one_tensor_may_be_several_outputs_and_its_own_successor(same, runs):
+    def step(variables, carry, env_keys, actor_keys):
+        reward = carry.timestep.reward + 1.0
+        timestep = carry.timestep._replace(reward=reward, discount=same(reward))
+        return Carry(same(reward), timestep, (), carry.step + 1), (same(reward), same(reward))
+
+    timestep = TimeStep(torch.zeros(4).int(), torch.zeros(4), torch.ones(4), torch.rand(4), {})
+    carry, keys = Carry(torch.ones(4), timestep, (), torch.tensor(0)), torch.zeros(2, 4, 3)
+    compiled = Compiler(True)(step)
+    unroll(compiled, {}, carry, *keys, length=1)
+    for _ in range(3):
+        last, trajectory = unroll(compiled, {}, carry, *keys, length=6)
+    counted = torch.arange(1.0, 7.0)[:, None].expand(6, 4)
+    for x in (*trajectory.output, trajectory.timestep.reward[1:], trajectory.timestep.discount[1:]):
+        assert torch.equal(x, counted)
+    assert torch.equal(last.env_state, counted[-1]) and runs == [6, 6, 6]
+
+
+@pytest.mark.parametrize("reward", [torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]], ids=["dtype", "strides"])
+def test_a_carry_that_changes_after_the_first_step_is_left_to_python(reward, runs):
+    def step(variables, carry, env_keys, actor_keys):
+        timestep = carry.timestep._replace(reward=(carry.timestep.reward + torch.ones(4)).float())
+        return carry._replace(timestep=timestep), ()
+
+    timestep = TimeStep(torch.zeros(4).int(), reward, torch.ones(4), torch.rand(4), {})
+    carry, keys = Carry((), timestep, (), torch.tensor(0)), torch.zeros(2, 4, 3)
+    compiled = Compiler(True, max_compilations=2)(step)
+    for length in (1, 3, 3):
+        last, _ = unroll(compiled, {}, carry, *keys, length=length)
+        assert torch.equal(last.timestep.reward, torch.full((4,), float(length)))
+    assert runs == []
 
 
 def test_memory_does_not_grow(seed):

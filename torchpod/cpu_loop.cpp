@@ -33,6 +33,18 @@ void drop(AtenTensorHandle& tensor) {
   tensor = nullptr;
 }
 
+// Outputs that are one tensor come as one handle: gives each its own.
+void part(int64_t num_outputs, AtenTensorHandle* outputs) {
+  std::vector<int64_t> twin(num_outputs, -1);
+  for (int64_t i = 0; i < num_outputs; i++)
+    for (int64_t j = 0; j < i && twin[i] < 0; j++)
+      if (outputs[i] == outputs[j]) twin[i] = j;
+  for (int64_t i = 0; i < num_outputs; i++)
+    if (twin[i] >= 0) outputs[i] = nullptr;
+  for (int64_t i = 0; i < num_outputs; i++)
+    if (twin[i] >= 0) outputs[i] = another(outputs[twin[i]]);
+}
+
 void copy(const Stack& stack, AtenTensorHandle output, int64_t step) {
   void* data;
   if (aoti_torch_get_data_ptr(output, &data)) throw std::runtime_error("an output has no data");
@@ -65,6 +77,7 @@ extern "C" const char* torchpod_loop(Program program, int64_t length, int64_t nu
       }
       for (int64_t i = 0; i < num_outputs; i++) drop(outputs[i]);
       program(given.data(), outputs);
+      part(num_outputs, outputs);
       for (int64_t i = 0; i < num_stacks; i++) copy(stacks[i], outputs[stacks[i].output], step);
     }
     return nullptr;

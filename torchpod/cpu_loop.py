@@ -59,8 +59,9 @@ class Loop:
 
     def __init__(self, entry: Entry, args: tuple[Any, ...], result: tuple[Any, Any]) -> None:
         variables, carry, *rest = args
-        if paths(result[0]) != paths(carry):
-            raise LookupError("the carry is not what goes in")
+        before, after = reader(carry)(carry), reader(result[0])(result[0])
+        if paths(result[0]) != paths(carry) or list(map(_layout, before)) != list(map(_layout, after)):
+            raise LookupError("the carry that comes out is not built like the one that goes in")
         num_before, num_carry, num_after = (len(paths(x)) for x in (variables, carry, rest))
         num_constants = len(entry.constants)
         self._entry, self._num_carry = entry, num_carry
@@ -97,7 +98,7 @@ class Loop:
     def _stack(self, index: int, length: int, axis: int, first: Tensor | None = None) -> tuple[Tensor, _Stack]:
         example, slots = self._outputs[index], length + (first is not None)
         shape = (*example.shape[:axis], slots, *example.shape[axis:])
-        stack = torch.empty(shape, dtype=example.dtype)
+        stack = torch.empty(shape, dtype=example.dtype, device=example.device)
         pieces = example.shape[0] if axis else 1
         size = example.numel() * example.element_size() // max(1, pieces)
         if first is not None:
@@ -128,6 +129,10 @@ class Loop:
             raise RuntimeError(error.decode())
         made = _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(x, None, None) for x in outputs])
         return made[: self._num_carry]
+
+
+def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return x.shape, x.stride(), x.dtype
 
 
 def _array(numbers: list[int]) -> ctypes.Array[ctypes.c_int64]:
