@@ -89,7 +89,8 @@ def main(
       figures: what the peer is known to reach.
 
     Returns:
-      0, or 1 if the peer was below its figure, the work was unequal or torchpod's own side failed.
+      0, or 1 if the peer was below its figure, the work was unequal, torchpod's own side failed or there are too few
+      cores for a row.
     """
     if quick:
         cases, rounds, repeats = (Case(1024),), 2, 1
@@ -106,7 +107,7 @@ def main(
             continue
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
             arguments = [case_arguments(case, repeats, learn=not quick, seed=i) for i in range(rounds)]
-            pinned = core if case.cores == 1 else None
+            pinned = core if case.cores == 1 else sorted(os.sched_getaffinity(0))[-case.cores :]
             results = harness.interleave((ours, peer), arguments, core=pinned, cache_dir=Path(cache))
         a, b = results[ours.name], results[peer.name]
         rows.append(make.rate(case.name, a, b, peer_name=peer.name))

@@ -146,9 +146,10 @@ def measure(
         num_iterations=iterations * (warmup_calls + repeats),
         compiler=compiler or Compiler(True),
     )
-    return timed(
+    measured = timed(
         anakin, mode, iterations, repeats, warmup_calls=warmup_calls, seed=seed, compiler=compiler, threads=threads
     )
+    return {**measured, "env": env}
 
 
 def timed(

@@ -64,6 +64,7 @@ class Measurement(TypedDict):
     dtype: str
     iterations: int  # within one timed call
     total_iterations: int  # warm-up and timed together; the learning rate falls over these
+    env: NotRequired[str]  # where a worker knows several
     population: NotRequired[int]  # members, whose steps are added up; num_envs and rows are those of one
     compile_s: float
     env_steps: list[float]  # of each timed call: transitions, no resets
@@ -166,7 +167,7 @@ def interleave(
     workers: Sequence[Worker],
     arguments: Sequence[Sequence[str]],
     *,
-    core: int | None,
+    core: int | Sequence[int] | None,
     cache_dir: Path,
     timeout_s: float = 1800.0,
 ) -> dict[str, list[Measurement] | WorkerError]:
@@ -175,7 +176,7 @@ def interleave(
     Args:
       workers: the sides, in the order in which they run.
       arguments: command-line arguments of each round.
-      core: the core that all are pinned to, None for no pinning.
+      core: the core, or cores, that all are pinned to, None for no pinning.
       cache_dir: compile caches go here, one folder per worker; empty at the first round.
       timeout_s: of one run.
 
@@ -196,7 +197,7 @@ def interleave(
 
 
 def run_worker(
-    worker: Worker, arguments: Sequence[str], *, core: int | None, cache_dir: Path, timeout_s: float
+    worker: Worker, arguments: Sequence[str], *, core: int | Sequence[int] | None, cache_dir: Path, timeout_s: float
 ) -> Measurement:
     """Runs one worker to its end and reads the last JSON line that it prints.
 
@@ -226,8 +227,10 @@ def run_worker(
     return measurement
 
 
-def _pin(core: int | None) -> list[str]:
-    return [] if core is None or shutil.which("taskset") is None else ["taskset", "-c", str(core)]
+def _pin(core: int | Sequence[int] | None) -> list[str]:
+    if core is None or shutil.which("taskset") is None:
+        return []
+    return ["taskset", "-c", str(core) if isinstance(core, int) else ",".join(map(str, core))]
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], name: str, *, timeout_s: float) -> str:
@@ -360,26 +363,29 @@ def rates(measurement: Measurement) -> list[float]:
 
 def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
     """Where the two sides did not do the same work, sentences."""
-    case = f"{peer['mode']}/{peer['num_envs']}"
-    sides = ({"population": 1, **ours}, {"population": 1, **peer})
+    a, b = ({"population": 1, "env": "", **side} for side in (ours, peer))
     return [
-        f"{case}: unequal work: {key} is {a[key]!r} in {ours['framework']} and {b[key]!r} in {peer['framework']}."
-        for a, b in (sides,)
-        for key in (*EQUAL_WORK, "population")
+        f"{_case(peer)}: unequal work: {key} is {a[key]!r} in {ours['framework']} and {b[key]!r} in"
+        f" {peer['framework']}."
+        for key in (*EQUAL_WORK, "population", "env")
         if a[key] != b[key]
     ]
 
 
 def unequal_returns(ours: Measurement, peer: Measurement) -> list[str]:
     """Where both sides learned, and one to much less than the other, a sentence."""
-    case = f"{peer['mode']}/{peer['num_envs']}"
     a, b = ours["episode_return"], peer["episode_return"]
     if peer["mode"] == "update" and (a is None or b is None or min(a, b) < RETURN_SHARE * max(a, b)):
         return [
-            f"{case}: {ours['framework']} learned to a mean return of {a} and {peer['framework']} to {b} in the same"
-            f" number of steps; the smaller must be at least {RETURN_SHARE} of the larger."
+            f"{_case(peer)}: {ours['framework']} learned to a mean return of {a} and {peer['framework']} to {b} in the"
+            f" same number of steps; the smaller must be at least {RETURN_SHARE} of the larger."
         ]
     return []
+
+
+def _case(measurement: Measurement) -> str:
+    env = measurement.get("env")
+    return f"{measurement['mode']}/{measurement['num_envs']}" + (f" of {env}" if env else "")
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def main(
     """Measures, writes the result file and the page, prints the rows.
 
     Args:
-      json_path: where the rows go; None for bench/results/, and then the page is written as well.
+      json_path: where the rows go; None for bench/results/, and then the page is written as well, if not `quick`.
       quick: two ranks at most, one round of one call.
       num_ranks: 1 first.
       rounds: times that each number of ranks runs, in turn.
@@ -117,7 +117,7 @@ def main(
             "sums": {f"{kind}/{k}": x for (kind, k), x in found.items()},
         },
     )
-    if json_path is None and not failures:
+    if json_path is None and not failures and not quick:
         page.write_text(render(rows, found, make.hardware["name"]))
         print(f"{page} is written")
     return status

@@ -99,14 +99,14 @@ def test_what_goes_in_stays_as_it_was_and_what_comes_out_is_the_callers(seed, ru
 class Remembers(CartPole):
     """Its state is the state of CartPole, and the last action."""
 
-    def reset(self, keys):
+    def reset(self, keys):  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().reset(keys), torch.zeros_like(keys[..., 0])
 
-    def transition(self, state, action, keys):
+    def transition(self, state, action, keys):  # pyright: ignore[reportIncompatibleMethodOverride]
         state, reward, terminated = super().transition(state[0], action, keys)
         return (state, action), reward, terminated
 
-    def observe(self, state):
+    def observe(self, state):  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().observe(state[0])
 
 

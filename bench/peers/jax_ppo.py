@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from typing import Any, NamedTuple
 
 # Before jax is imported: XLA reads its flags once. One core is the caller's `taskset`; these keep XLA from splitting
@@ -102,6 +103,7 @@ class Work(NamedTuple):
     activation: Callable[[Array], Array]
     minibatches: int
     learning_rate: float
+    versions: dict[str, str] = {}  # noqa: RUF012
 
 
 class Breakout(NamedTuple):
@@ -132,6 +134,7 @@ def minatar_breakout() -> Work:
         activation=jax.nn.relu,
         minibatches=8,
         learning_rate=5e-3,
+        versions={"gymnax": metadata.version("gymnax")},
     )
 
 
@@ -475,6 +478,7 @@ def measure(
     return {
         "framework": "jax",
         "mode": mode,
+        "env": env,
         "num_envs": num_envs,
         "unroll_length": UNROLL_LENGTH,
         "epochs": EPOCHS,
@@ -493,7 +497,7 @@ def measure(
         "episode_return": float(episodes.return_sum.sum()) / count if count else None,
         "episodes": int(count),
         "threads": {"cores": len(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS", "")},
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, **work.versions},
     }
 
 

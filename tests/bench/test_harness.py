@@ -54,7 +54,7 @@ def test_cores_are_part_of_a_case(tmp_path, fake, monkeypatch):
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases)
     names = ["ppo_minatar_breakout/64", "compile_cold_ppo_minatar_breakout/64", "compile_warm_ppo_minatar_breakout/64"]
     assert [row["name"] for row in document["rows"]] == [*names, "ppo_cartpole/64 on 2 cores"]
-    assert [row["threads"]["jax"]["cores"] for row in document["rows"]] == [1, 1, 1, len(os.sched_getaffinity(0))]
+    assert [row["threads"]["jax"]["cores"] for row in document["rows"]] == [1, 1, 1, 2]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases[1:])
     assert status == 1 and document["rows"] == []
@@ -67,6 +67,17 @@ def test_a_peer_below_its_scaled_figure_fails_the_bench_with_one_sentence(tmp_pa
     status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), floor=4500)
     assert status == 1 and len(document["failures"]) == 1
     assert "ppo_cartpole/64: jax did 2,000 env steps/s, below 2,025" in capsys.readouterr().err
+
+
+def test_another_environment_is_other_work(tmp_path, fake):
+    arguments = anakin.case_arguments(Case(64), 1, learn=True, seed=0)
+    m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    m["env"] = "cartpole"
+    other: harness.Measurement = {**m, "env": "catch"}
+    assert harness.unequal_work(m, {**m}) == []
+    assert harness.unequal_work(other, m) == [
+        "update/64 of cartpole: unequal work: env is 'catch' in jax and 'cartpole' in jax."
+    ]
 
 
 def test_unequal_work_fails_the_bench(tmp_path, fake):

@@ -61,6 +61,12 @@ def test_rows_are_speed_ups_and_the_page_shows_them(tmp_path, fake):
     assert "| 4 | 16,777,216 | 12,601 us | 12,601 us |" in text
 
 
+def test_a_quick_run_leaves_the_page_alone(tmp_path, fake):
+    page = tmp_path / "scaling.md"
+    assert scaling.main(worker=fake, page=page, quick=True) == 0
+    assert len([*tmp_path.glob("scaling_*.json")]) == 1 and not page.exists()
+
+
 def test_ranks_that_fail_are_told_and_the_page_stays(tmp_path, fake):
     page = tmp_path / "scaling.md"
     assert scaling.main(worker=fake, page=page, num_ranks=(1, 3), rounds=1) == 1
