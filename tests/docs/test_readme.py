@@ -47,7 +47,7 @@ def test_links_of_the_readme_lead_somewhere():
 
 def test_the_reading_path_has_some_700_lines():
     names = ["torchpod/types.py", "torchpod/agent.py", "torchpod/rollout.py", "torchpod/anakin.py", "algos/ppo.py"]
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in names) < 720
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in names) < 730
 
 
 def test_make_targets_named_in_the_readme_exist():
