@@ -128,7 +128,7 @@ def real_worker(ranks: int) -> Worker:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     command = (sys.executable, *torchrun, "-m", "torchpod.bench.scaling_worker", "--device", device)
-    return Worker(f"{ranks} ranks", command)
+    return Worker(f"{ranks}-ranks", command)  # the name is part of a path that compilers get
 
 
 def case_arguments(kind: str, ranks: int, repeats: int) -> list[str]:
