@@ -21,6 +21,7 @@ from torchpod.graph import Replay
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, start, unroll
 from torchpod.testing import check_env
+from torchpod.trees import stack
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "write-a-kernel.md").read_text()
@@ -109,27 +110,30 @@ def test_unrolls_are_equal_compiled_or_not_and_with_the_rules_in_place_of_the_ke
 ):
     env = make_env(f"{folder / 'my_kernel_env.py'}:MyEnv")
     module = sys.modules[type(env).__module__]
-    agent = make_agent(load(["algo.agent.hidden=[8]"]).algo, env.spec)()
-    keys = random.split(random.key(seed), 2 * population * 16).reshape(2, population, 16, 3)
-    variables = variables_of(agent)[0] | variables_of(agent)[1]
-
-    def play(compiled):
-        step = Compiler(compiled, population)(make_step(agent, env))
-        carry, variables_p, both = start(agent, env, keys[0, 0]), variables, keys[:, 0]
-        if population > 1:
-            carries = [start(agent, env, keys[0, p]) for p in range(population)]
-            carry = pytree.tree_map(lambda *x: torch.stack(x), *carries)
-            variables_p = {name: torch.stack([x] * population) for name, x in variables.items()}
-            both = keys
-        carry, trajectory = unroll(step, variables_p, carry, *both, length=40, time_axis=int(population > 1))
-        return carry.env_state[0], trajectory.timestep
-
-    eager, compiled = play(False), play(True)
+    eager, compiled = (play(env, seed, compiled, population) for compiled in (False, True))
     monkeypatch.setattr(module, "hunt", by_rules)
-    for other in (compiled, play(False)):
-        for a, b in zip(pytree.tree_leaves(other), pytree.tree_leaves(eager), strict=True):
-            torch.testing.assert_close(a, b)
+    for other in (compiled, play(env, seed, False, population)):
+        require_close(other, eager)
     assert bool((eager[1].discount == 0).any()) and bool((eager[1].reward == 1).any())
+
+
+def play(env, seed, compiled, population=1, num_envs=16, length=40):
+    """Unrolls a new agent: the last state of the game, and all timesteps."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        agent = make_agent(load(["algo.agent.hidden=[8]"]).algo, env.spec)()
+    keys = random.split(random.key(seed), 2 * population * num_envs).reshape(2, population, num_envs, 3)
+    variables = dict(variables_of(agent)[0] | variables_of(agent)[1])
+    members = [(variables, start(agent, env, keys[0, p]), *keys[:, p]) for p in range(population)]
+    arguments = members[0] if population == 1 else stack(members)
+    step = Compiler(compiled, population)(make_step(agent, env))
+    carry, trajectory = unroll(step, *arguments, length=length, time_axis=int(population > 1))
+    return carry.env_state[0], trajectory.timestep
+
+
+def require_close(actual, expected):
+    for a, b in zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def reader(folder, *words, **environment):
@@ -150,7 +154,7 @@ def test_the_command_of_the_page_trains(page, folder, more):
     assert reader(folder, "-m", "torchpod", *words[1:], *small, more)
 
 
-def test_the_logic_of_the_triton_kernel_is_that_of_the_rules(page, folder, seed):
+def test_the_triton_kernel_plays_by_the_rules_in_unrolls_too(page, folder, seed):
     """Interpreted, on the CPU: in a process of its own, for Triton reads TRITON_INTERPRET when it is imported."""
     apart = Path(sys.prefix) / "triton"  # where `make test` puts it
     if importlib.util.find_spec("triton") is None and not apart.exists():
@@ -163,6 +167,15 @@ def test_the_logic_of_the_triton_kernel_is_that_of_the_rules(page, folder, seed)
         "for i, (num_games, *sizes) in enumerate(SIZES):\n"
         f"    games = random_games({seed} + i, min(num_games, 8), *sizes)  # a game takes a second\n"
         "    require_equal(hunt_triton(*games), by_rules(*games))\n"
+        "import my_kernel_env\n"
+        "calls = []\n"
+        "my_kernel_env.hunt.register_kernel('cpu')(lambda *games: calls.append(games) or hunt_triton(*games))\n"
+        "env = my_kernel_env.MyEnv(size=4, num_hunters=3)\n"
+        f"made = [play(env, {seed}, compiled, num_envs=2, length=5) for compiled in (False, True)]\n"
+        "assert len(calls) >= 10\n"
+        "my_kernel_env.hunt = by_rules\n"
+        "for played in made:\n"
+        f"    require_close(played, play(env, {seed}, False, num_envs=2, length=5))\n"
         "print('equal')\n"
     )
     assert reader(folder, "-c", script, TRITON_INTERPRET="1").endswith("equal\n")
