@@ -116,20 +116,15 @@ def main(
             rows += compile_rows(make, case.name, a, b, peer.name)
             for row in rows[-2:]:
                 print(describe(row), flush=True)
-        if isinstance(a, WorkerError):
-            failures.append(f"{case.name}: {a}")
-        elif isinstance(b, list):
-            for x, y in zip(a, b, strict=True):
-                failures += harness.unequal_work(x, y) + harness.unequal_returns(x, y)
+        failures += harness.problems(case.name, a, b)
         calibrations.append(harness.calibrate(core))
 
-    calibration = harness.best(calibrations)
-    failures += harness.below_figures(rows, figures, calibration)
     return harness.finish(
         "anakin",
         rows,
         failures=failures,
-        calibration=calibration,
+        calibrations=calibrations,
+        figures=figures,
         load_average=load_average,
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},

@@ -106,22 +106,18 @@ def main(
         row = make.rate(f"{case.name}/{NUM_ENVS}", a, b, peer_name=peer.name)
         rows.append(row)
         print(describe(row), flush=True)
-        if isinstance(a, WorkerError):
-            failures.append(f"{case.name}: {a}")
-        elif isinstance(b, list):
-            failures += [problem for x, y in zip(a, b, strict=True) for problem in harness.unequal_work(x, y)]
+        failures += harness.problems(case.name, a, b)
         if case.goal is not None and row.ratio is not None and row.ratio < case.goal and not quick:
             failures.append(f"{case.name}: {row.ratio:.2f} x {peer.name}, and the goal is {case.goal:.1f} x.")
         calibrations.append(harness.calibrate(core))
 
-    calibration = harness.best(calibrations)
     known = {f"{case.name}/{NUM_ENVS}": case.figure for case in cases if case.figure is not None and not quick}
-    failures += harness.below_figures(rows, harness.Figures(PRODUCT, GFLOPS, known), calibration)
     return harness.finish(
         "envs",
         rows,
         failures=failures,
-        calibration=calibration,
+        calibrations=calibrations,
+        figures=harness.Figures(PRODUCT, GFLOPS, known),
         load_average=load_average,
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},

@@ -60,7 +60,6 @@ def main(json_path: str | None = None, *, quick: bool = False, device: str = "cu
         "gpu",
         rows,
         failures=failures,
-        calibration={},
         load_average=load_average,
         json_path=json_path,
         extra={"tf32": torch.backends.cuda.matmul.allow_tf32, "cuda": torch.version.cuda, "quick": quick},

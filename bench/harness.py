@@ -383,6 +383,15 @@ def unequal_returns(ours: Measurement, peer: Measurement) -> list[str]:
     return []
 
 
+def problems(name: str, ours: list[Measurement] | WorkerError, peer: list[Measurement] | WorkerError) -> list[str]:
+    """What is wrong with a row: our side failed, or the two differ in work or return; a missing peer is no fault."""
+    if isinstance(ours, WorkerError):
+        return [f"{name}: {ours}"]
+    if isinstance(peer, WorkerError):
+        return []
+    return [x for a, b in zip(ours, peer, strict=True) for x in (*unequal_work(a, b), *unequal_returns(a, b))]
+
+
 def _case(measurement: Measurement) -> str:
     env = measurement.get("env")
     return f"{measurement['mode']}/{measurement['num_envs']}" + (f" of {env}" if env else "")
@@ -419,11 +428,6 @@ def below_figures(rows: Sequence[Row], figures: Figures, calibration: Mapping[st
     return found
 
 
-def best(calibrations: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The highest rate of each product: what was slower had company."""
-    return {product: max(c[product] for c in calibrations) for product in calibrations[0]}
-
-
 # --- Result files -----------------------------------------------------------------------------------------------------
 
 
@@ -432,10 +436,29 @@ def last_core() -> int | None:
     return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def finish(suite: str, rows: Sequence[Row], *, failures: Sequence[str], **results: Any) -> int:
-    """Writes the result file (`write_results`), says where it lies and what failed; the exit status."""
-    failures = list(dict.fromkeys(failures))
-    path = write_results(suite, rows, failures=failures, **results)
+def finish(
+    suite: str,
+    rows: Sequence[Row],
+    *,
+    failures: Sequence[str],
+    calibrations: Sequence[Mapping[str, float]] = (),
+    figures: Figures | None = None,
+    **results: Any,
+) -> int:
+    """Writes the result file (`write_results`), says where it lies and what failed; the exit status.
+
+    Args:
+      suite: its name.
+      rows: in order.
+      failures: what failed so far; peers below their `figures` come to it.
+      calibrations: of `calibrate`, in the course of the suite; the best of each product counts, for what was slower
+        had company.
+      figures: of the peers, if any are known.
+      **results: the others of `write_results`.
+    """
+    calibration = {product: max(c[product] for c in calibrations) for product in (calibrations or ({},))[0]}
+    failures = list(dict.fromkeys([*failures, *(below_figures(rows, figures, calibration) if figures else ())]))
+    path = write_results(suite, rows, failures=failures, calibration=calibration, **results)
     print(f"{len(rows)} rows in {path}")
     for failure in failures:
         print(f"torchpod bench: {failure}", file=sys.stderr)

@@ -61,18 +61,14 @@ def main(
         rows.append(make.rate(f"{name} on 2 cores", two, no_peer, peer_name=peer.name))
         for row in rows[-4:]:
             print(describe(row), flush=True)
-        failures += [f"{name}: {side}" for side in (a, two) if isinstance(side, WorkerError)]
-        if isinstance(a, list) and isinstance(b, list):
-            for x, y in zip(a, b, strict=True):
-                failures += harness.unequal_work(x, y) + harness.unequal_returns(x, y)
+        failures += [*harness.problems(name, a, b), *harness.problems(name, two, no_peer)]
         calibrations.append(harness.calibrate(core))
-    calibration = harness.best(calibrations)
-    failures += harness.below_figures(rows, figures, calibration)
     return harness.finish(
         "population",
         rows,
         failures=failures,
-        calibration=calibration,
+        calibrations=calibrations,
+        figures=figures,
         load_average=load_average,
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},

@@ -60,7 +60,7 @@ def main(
         "reuse",
         rows,
         failures=failures,
-        calibration=harness.best(calibrations),
+        calibrations=calibrations,
         load_average=load_average,
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},

@@ -107,7 +107,7 @@ def main(
         "scaling",
         rows,
         failures=failures,
-        calibration=harness.best(calibrations),
+        calibrations=calibrations,
         load_average=load_average,
         json_path=json_path,
         extra={

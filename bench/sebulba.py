@@ -78,7 +78,7 @@ def main(
         "sebulba",
         rows,
         failures=failures,
-        calibration=harness.calibrate(None),
+        calibrations=[harness.calibrate(None)],
         load_average=load_average,
         json_path=json_path,
         extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick},

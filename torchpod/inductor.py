@@ -236,10 +236,9 @@ def _fold_constants(graph: torch.fx.GraphModule) -> None:
         known[node] = value
         if inputs and node.target in _VIEWS and all(x in free for x in inputs):
             free.add(node)
+        # A CPU kernel makes the numbers of an arange in 64 bits, and then converts them: loading a table is faster.
         elif not inputs and (node.target is not torch.ops.prims.iota.default or value.device.type != "cpu"):
-            free.add(
-                node
-            )  # a CPU kernel makes its numbers in 64 bits, and then converts them; loading a table is faster
+            free.add(node)
     for node, value in known.items():
         if isinstance(value, Tensor) and node not in free and any(user not in known for user in node.users):
             graph.register_buffer(f"_folded_{node.name}", value)

@@ -103,7 +103,7 @@ class Work(NamedTuple):
     activation: Callable[[Array], Array]
     minibatches: int
     learning_rate: float
-    versions: dict[str, str] = {}  # noqa: RUF012
+    versions: dict[str, str]  # of what the environment comes from
 
 
 class Breakout(NamedTuple):
@@ -139,7 +139,7 @@ def minatar_breakout() -> Work:
 
 
 WORK = {
-    "cartpole": lambda: Work(reset, observe, step, 4, 2, jnp.tanh, 4, 2.5e-4),
+    "cartpole": lambda: Work(reset, observe, step, 4, 2, jnp.tanh, 4, 2.5e-4, {}),
     "minatar_breakout": minatar_breakout,
 }
 
