@@ -99,7 +99,7 @@ def count_rows(seed, length, size, num_minibatches, *, environments=None, recurr
     state, _ = learner.update(learner.init(*variables_of(agent)), part, keys)
     assert state.num_steps == epochs * num_minibatches
     valid = (trajectory.timestep.step_type[:-1] != LAST).flatten()
-    return state.mu["shares"], valid
+    return learner.by_parameter(state.mu)["shares"], valid
 
 
 def decode(mu, num_minibatches, rows):
@@ -234,7 +234,8 @@ def test_standardised_columns_have_mean_0_and_std_1_over_valid_rows(seed):
     learner = Learner(agent, config, num_iterations=1)
     state, _ = learner.update(learner.init(*variables_of(agent)), trajectory, random.split(random.key(seed), size))
     valid = (trajectory.timestep.step_type[:-1] != LAST).flatten()
-    column = (state.mu["shares"] * 2 * valid.sum())[valid].double()  # gradient = column / number of rows
+    gradient = learner.by_parameter(state.mu)["shares"] * 2
+    column = (gradient * valid.sum())[valid].double()  # gradient = column / number of rows
     assert abs(column.mean()) < 1e-5
     assert column.var(correction=0).sqrt().item() == pytest.approx(1, abs=1e-4)
     expected = reward[1:].flatten()[valid].double()
@@ -311,9 +312,9 @@ def test_adam_corrects_the_bias_of_its_first_step(seed, beta):
     learner = Learner(agent, config, num_iterations=10**9)
     params, buffers = variables_of(agent)
     state = learner.init(params, buffers)
-    flat = torch.randn(sum(p.numel() for p in params.values()))
+    flat = learner.flat({k: torch.randn(p.shape) for k, p in params.items()})
     after, _ = learner._apply(state, flat)
-    moved = torch.cat([(state.params[k] - after.params[k]).flatten() for k in params])
+    moved = learner.flat({k: state.params[k] - after.params[k] for k in params})
     torch.testing.assert_close(moved, 1e-3 * flat.sign(), rtol=2e-4, atol=1e-7)
 
 
@@ -386,8 +387,9 @@ def test_ranks_sum_one_flat_gradient_per_optimizer_step_and_the_moments_once_an_
     Counted.sizes.clear()
     _, metrics = learner.update(state, experience(seed, 8, 4), random.split(random.key(seed), 4))
     moments = 2 * 3  # of 2 minibatches: the weights, the advantages and their squares
-    gradient = sum(p.numel() for p in agent.parameters())
-    gradient += len(metrics.keys() - {"grad_norm", "healthy"})  # the other metrics travel with it
+    gradient = sum(-(-p.numel() // 16) * 16 for p in agent.parameters())  # each is filled up to whole cache lines
+    assert 0 < len(metrics.keys() - {"grad_norm", "healthy"}) <= 16
+    gradient += 16  # the other metrics travel with it
     assert Counted.sizes == [moments, gradient, gradient] * 3
 
 

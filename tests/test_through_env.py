@@ -82,32 +82,31 @@ def setting(cls, env, seed, iterations=1):
         assert anakin._through is not None
         return anakin._through.gradient(learner, tape.carries, made, env_keys, actor_keys, keys)
 
-    return learner.params, loss, gradient
+    return anakin.learner, learner.params, loss, gradient
 
 
 @pytest.mark.parametrize("env", ENVS.values(), ids=ENVS)
 @pytest.mark.parametrize("cls", [APG, SHAC])
 def test_the_gradient_equals_autograds_through_the_whole_unroll(seed, cls, env):
-    params, loss, gradient = setting(cls, env, seed)
+    learner, params, loss, gradient = setting(cls, env, seed)
     expected = torch.func.grad(lambda p: loss(p, grad=True))(params)
     flat, sums = gradient()
-    torch.testing.assert_close(flat, torch.cat([expected[k].flatten() for k in params]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(flat, learner.flat(expected), rtol=1e-10, atol=1e-12)
     assert 0 < sums["weight"] < T * B  # resets have no weight
 
 
 @pytest.mark.parametrize("env", ENVS.values(), ids=ENVS)
 def test_the_gradient_with_respect_to_the_policy_equals_finite_differences_over_a_reset(seed, env):
-    params, loss, gradient = setting(APG, env, seed)
+    learner, params, loss, gradient = setting(APG, env, seed)
     flat, _ = gradient()
-    sizes = [v.numel() for v in params.values()]
-    for (name, value), own in zip(params.items(), flat.split(sizes), strict=True):
-        slopes = []
+    for name, own in learner.by_parameter({"loss": flat}).items():
+        value, slopes = params[name], []
         for i in range(value.numel()):
             nudge = torch.zeros(value.numel(), dtype=torch.float64)
             nudge[i] = 1e-6
             up, down = (loss(params | {name: value + sign * nudge.view_as(value)}) for sign in (1, -1))
             slopes.append((up - down) / 2e-6)
-        torch.testing.assert_close(own, torch.stack(slopes), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own.flatten(), torch.stack(slopes), rtol=1e-5, atol=1e-6)
         assert own.any()
 
 

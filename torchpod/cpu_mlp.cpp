@@ -25,6 +25,7 @@ using torch::stable::Tensor;
 
 constexpr long LANES = 16, TILE = 48;
 typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int Ints __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
@@ -285,20 +286,51 @@ long packed_size(const Network& net) {
   return size;
 }
 
-// from[rows, cols] to to[cols, ld], by bands of 16 columns: those of a whole matrix are more than the cache holds apart.
-void transpose(long rows, long cols, const float* from, float* to, long ld) {
-  for (long first = 0; first < cols; first += LANES) {
-    const long end = std::min(first + LANES, cols);
-    for (long r = 0; r < rows; r++)
-      for (long c = first; c < end; c++) to[c * ld + r] = from[r * cols + c];
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints{__VA_ARGS__}))
+#endif
+#define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+#define UPPER(k) (k & W ? k - W + LANES : k)
+#define LOWER(k) (k & W ? k + LANES : k + W)
+
+// Every [2 W, 2 W] of a [16, 16] changes its upper right [W, W] for the lower left one.
+template <int W>
+inline void swap_blocks(Vec* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) {
+    if (i & W) continue;
+    const Vec a = rows[i], b = rows[i + W];
+    rows[i] = SHUFFLE(a, b, EACH_LANE(UPPER));
+    rows[i + W] = SHUFFLE(a, b, EACH_LANE(LOWER));
   }
+}
+
+// from[rows, cols] to to[cols, ld]
+void transpose(long rows, long cols, const float* from, float* to, long ld) {
+  const long whole_rows = rows / LANES * LANES, whole_cols = cols / LANES * LANES;
+  for (long r = 0; r < whole_rows; r += LANES)
+    for (long c = 0; c < whole_cols; c += LANES) {
+      Vec own[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i++) own[i] = load(from + (r + i) * cols + c);
+      swap_blocks<1>(own);
+      swap_blocks<2>(own);
+      swap_blocks<4>(own);
+      swap_blocks<8>(own);
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i++) store(to + (c + i) * ld + r, own[i]);
+    }
+  for (long c = 0; c < cols; c++)
+    for (long r = c < whole_cols ? whole_rows : 0; r < rows; r++) to[c * ld + r] = from[r * cols + c];
 }
 
 // Weights [in, up(out)] and biases [up(out)] of each layer, one after the other; those of a narrow head as they are.
 void pack(const Network& net, const float* const* weights, const float* const* biases, float* to) {
   for (long l = 0; l < net.layers(); l++) {
     const long in = net.sizes[l], out = net.sizes[l + 1], ld = Network::up(out);
-    std::fill(to, to + (in + 1) * ld, 0.0f);
+    if (ld > out) std::fill(to, to + (in + 1) * ld, 0.0f);
     if (l == net.layers() - 1 && narrow(out)) {
       std::memcpy(to, weights[l], sizeof(float) * in * out);
     } else {

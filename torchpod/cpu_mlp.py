@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchpod.gxx import quicken
+
 aten = torch.ops.aten
 
 ACTIVATIONS = {aten.tanh.default: 1, aten.relu.default: 2}
@@ -67,6 +69,7 @@ def load() -> None:
     """Compiles the operators, once per machine, and loads them."""
     from torch._inductor.codecache import CppCodeCache
 
+    quicken()
     source = (Path(__file__).parent / "cpu_mlp.cpp").read_text()
     CppCodeCache.load(source, extra_flags=("-fno-math-errno", "-ffp-contract=fast"))
 

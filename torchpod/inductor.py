@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torchpod import cpu_mlp
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.cpu_loop import Entry, Loop
+from torchpod.gxx import quicken
 from torchpod.trees import paths, reader, writer
 
 
@@ -199,6 +200,7 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
+    quicken()
     options = {
         "post_grad_custom_post_pass": CpuKernels(),
         # It leaves a loop with 35 strided accesses unvectorised however much else there is to do, such as the 10 rounds

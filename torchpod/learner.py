@@ -57,7 +57,7 @@ class LearnerState(NamedTuple):
     """Target parameters; empty if the agent has none."""
     mu: Variables
     nu: Variables
-    """First and second moments of Adam."""
+    """First and second moments of Adam: one flat vector per optimizer group (`Learner.by_parameter`)."""
     learning_rate: dict[str, Tensor]
     """Per optimizer group, before annealing."""
     num_steps: Tensor
@@ -94,6 +94,7 @@ class Learner:
         self.agent, self.config, self.ranks = agent, config, ranks
         self.num_iterations = num_iterations
         self._groups = _resolve_groups(agent)
+        self._shapes = {name: x.shape for name, x in agent.named_parameters()}
         compiler = compiler or Compiler(enabled=False)
         self._axis = 0 if compiler.population == 1 else 1  # where the axes of one member begin
         self._prepare = compiler(self._prepare_one)
@@ -122,12 +123,13 @@ class Learner:
         for name in self.config.anneal:
             if name not in buffers:
                 raise ValueError(f"anneal={list(self.config.anneal)}: {name} is none of {sorted(buffers)}.")
+        moments = {group: params[names[0]].new_zeros(sum(self._sizes(group))) for group, names in self._groups.items()}
         return LearnerState(
             params=params,
             buffers=buffers,
             targets={k: v.clone() for k, v in params.items()} if self.agent.target_rate is not None else {},
-            mu={k: torch.zeros_like(v) for k, v in params.items()},
-            nu={k: torch.zeros_like(v) for k, v in params.items()},
+            mu=moments,
+            nu={group: x.clone() for group, x in moments.items()},
             learning_rate={k: torch.tensor(float(v), device=device) for k, v in rates.items()},
             num_steps=torch.zeros((), dtype=torch.int64, device=device),
             healthy=torch.ones((), dtype=torch.bool, device=device),
@@ -206,6 +208,23 @@ class Learner:
         if set(losses) != set(self._groups):
             raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self._groups)}.")
         return losses, {name: x.detach() for name, x in {**out.metrics, **losses}.items()}
+
+    def by_parameter(self, vectors: Variables) -> Variables:
+        """Of a flat vector per optimizer group, as `LearnerState.mu` has them, the part of each parameter."""
+        parts: Variables = {}
+        for group, names in self._groups.items():
+            for name, part in zip(names, vectors[group].split(self._sizes(group)), strict=True):
+                shape = self._shapes[name]
+                parts[name] = part[: shape.numel()].view(shape)
+        return parts
+
+    def flat(self, parts: Variables, num_leading: int = 0) -> Tensor:
+        """The other way around: group by group, behind so many leading axes."""
+        return torch.cat([_padded(parts[x], num_leading) for names in self._groups.values() for x in names], -1)
+
+    def _sizes(self, group: str) -> list[int]:
+        """What each parameter takes of the group's flat vectors."""
+        return [_up(self._shapes[name].numel()) for name in self._groups[group]]
 
     def _remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""
@@ -374,36 +393,33 @@ class Learner:
 
             own, metrics = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
             gradients |= own
-        flat = [gradients[name].flatten() for name in params]
-        return [*flat, *(m.reshape(1) for m in metrics.values())], tuple(metrics)
+        return [self.flat(gradients), _padded(torch.stack([*metrics.values()]))], tuple(metrics)
 
     def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, dict[str, Tensor]]:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
-        c, grads, offset = self.config, {}, 0
-        for name, value in state.params.items():
-            grads[name] = flat[offset : offset + value.numel()].view_as(value)
-            offset += value.numel()
-        metrics = {name: flat[offset + i] for i, name in enumerate(self._metric_names)}
+        c, sizes = self.config, [x.numel() for x in state.mu.values()]
+        *gradients, of_loss = flat.split([*sizes, flat.numel() - sum(sizes)])
+        metrics = {name: of_loss[i] for i, name in enumerate(self._metric_names)}
         healthy = state.healthy & flat.isfinite().all()
         metrics["healthy"] = healthy.float()
         step = state.num_steps + 1
         remaining = self._remaining(state.num_steps) if c.anneal_learning_rate else 1.0
         # 1 - beta^step, which in float32 would lose four digits of beta2 at the first step
         correct1, correct2 = (-torch.expm1(step * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
-        params, mu, nu = dict(state.params), dict(state.mu), dict(state.nu)
-        for group, names in self._groups.items():
+        mu, nu, steps = {}, {}, {}
+        for group, gradient in zip(self._groups, gradients, strict=True):
             # 1e-30 keeps square roots differentiable at 0, for gradients through updates
-            norm = (torch.stack([grads[k].square().sum() for k in names]).sum() + 1e-30).sqrt()
+            norm = (gradient.square().sum() + 1e-30).sqrt()
             scale = (c.max_grad_norm / norm).clamp(max=1.0)
             rate = state.learning_rate[group] * remaining
             metrics["grad_norm" if len(self._groups) == 1 else f"grad_norm/{group}"] = norm
             # As one tensor, so that they are computed before the loops below and not in each round of these.
             scale, per_mu, per_nu = torch.stack([scale, rate / correct1, 1.0 / correct2]).unbind()
-            for k in names:
-                g = grads[k] * scale
-                mu[k] = torch.lerp(g, state.mu[k], c.beta1)
-                nu[k] = torch.lerp(g * g, state.nu[k], c.beta2)
-                params[k] = state.params[k] - per_mu * mu[k] / ((nu[k] * per_nu + 1e-30).sqrt() + c.epsilon)
+            gradient = gradient * scale
+            mu[group] = torch.lerp(gradient, state.mu[group], c.beta1)
+            nu[group] = torch.lerp(gradient * gradient, state.nu[group], c.beta2)
+            steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
+        params = {name: state.params[name] - step for name, step in self.by_parameter(steps).items()}
         targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}
         new = state._replace(params=params, mu=mu, nu=nu, targets=targets, num_steps=step)
         kept = pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, state)
@@ -422,6 +438,20 @@ class Learner:
             for field, value in new._asdict().items():
                 buffers[f"{name}.{field}"] = torch.where(state.healthy, value, buffers[f"{name}.{field}"])
         return state._replace(buffers=buffers)
+
+
+def _up(size: int) -> int:
+    """The next multiple of 16 numbers, 64 bytes: parts of flat vectors begin with a cache line.
+
+    Adam takes 390 us for a population of 16 with 9,155 parameters each; where they begin anywhere, 530 us.
+    """
+    return (size + 15) // 16 * 16
+
+
+def _padded(x: Tensor, num_leading: int = 0) -> Tensor:
+    """Flat behind the leading axes, and zeros up to a whole number of cache lines."""
+    x = x.reshape(*x.shape[:num_leading], -1)
+    return torch.nn.functional.pad(x, (0, _up(x.shape[-1]) - x.shape[-1]))
 
 
 def _resolve_groups(agent: Agent) -> dict[str, list[str]]:

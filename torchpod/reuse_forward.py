@@ -104,7 +104,7 @@ class ReuseForward:
         (own, d_forward), metrics = torch.func.grad(loss_of, argnums=(0, 1), has_aux=True)(
             params, batch.steps["forward"]
         )
-        return torch.cat([x.flatten() for x in own.values()]), d_forward, metrics
+        return self.learner.flat(own), d_forward, metrics
 
 
 class KeptSteps:
@@ -138,12 +138,11 @@ class KeptSteps:
         d_leaves, write = reader(self._forward)(d_forward), writer(self._forward)
         d_steps = [write(leaves) for leaves in zip(*map(self._by_step, d_leaves), strict=True)]
         d_state = pytree.tree_map(torch.zeros_like, self._last_state)
-        total: list[Tensor] = []
+        total: Variables = {}
         for pull_back, d_step in zip(reversed(self._pull_backs), reversed(d_steps), strict=True):
             d_params, d_state = pull_back((d_step, d_state))
-            gradients = [d_params[name] for name in self._reuse.names]
-            total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
-        pulled = torch.cat([x.reshape(*x.shape[: self._axis], -1) for x in total], -1)
+            total = {name: total[name] + x for name, x in d_params.items()} if total else d_params
+        pulled = self._reuse.learner.flat(total, self._axis)
         return torch.cat([own + pulled, torch.stack([*metrics.values()], -1)], -1), tuple(metrics)
 
     def _by_step(self, rows: Tensor) -> tuple[Tensor, ...]:

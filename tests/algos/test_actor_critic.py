@@ -179,16 +179,15 @@ def test_the_learner_follows_the_gradient_of_the_loss(seed, cls, spec):
     params, buffers = variables_of(agent)
     _, trajectory = unroll(make_step(agent, env), params | buffers, start(agent, env, keys), keys, keys, length=6)
     config = LearnerConfig(num_epochs=1, num_minibatches=1, max_grad_norm=1e9)
-    state, metrics = Learner(agent, config, num_iterations=1).update(
-        Learner(agent, config, num_iterations=1).init(params, buffers), trajectory, keys
-    )
+    learner = Learner(agent, config, num_iterations=1)
+    state, metrics = learner.update(learner.init(params, buffers), trajectory, keys)
     batch = bind(agent, params | buffers).prepare(trajectory, keys)
     steps = pytree.tree_map(lambda x: x.flatten(0, 1), batch.steps)
     steps["weight"] = steps["weight"] / steps["weight"].sum()
     loss = agent.loss(Batch(steps), keys[0], None).loss
     names, leaves = zip(*agent.named_parameters(), strict=True)
     for name, gradient in zip(names, torch.autograd.grad(loss, leaves), strict=True):
-        torch.testing.assert_close(state.mu[name] / 0.1, gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(learner.by_parameter(state.mu)[name] / 0.1, gradient, rtol=1e-4, atol=1e-6)
         assert (gradient != 0).any()
     torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=1e-5, atol=1e-6)
 

@@ -1,0 +1,58 @@
+"""How inductor calls g++ in our programs."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchpod import gxx
+from torchpod.inductor import Compiled
+
+
+def library_of(compiled):
+    """The shared library of inductor's program."""
+    (program,) = compiled._programs
+    (cell,) = program._compiled.current_callable.__closure__
+    return Path(cell.cell_contents.__self__.__file__)
+
+
+def test_programs_include_nothing_but_what_the_precompiled_header_has(seed):
+    x = torch.randn(48, generator=torch.Generator().manual_seed(seed))
+    compiled = Compiled(lambda x: (x.exp() * seed,), "f", 1)
+    torch.testing.assert_close(compiled(x)[0], x.exp() * seed)
+    library = library_of(compiled)
+    ctypes.CDLL(str(library))
+    source = library.with_suffix(".cpp").read_text()
+    included = set(re.findall(r"#include <(.*)>", source))
+    assert included & set(gxx.HEADERS)
+    assert included <= {*gxx.HEADERS, "cstdlib", "cerrno"}, (
+        "the header must have them, or they are read for each program"
+    )
+
+
+def test_the_header_is_precompiled_once_for_all_programs_of_one_kind():
+    from torch._inductor import codecache
+
+    folder = Path(codecache._HEADER_DIR)
+    gxx.quicken()
+    Compiled(lambda x: (x + 1.5,), "f", 1)(torch.ones(3))
+    before = set(folder.glob("*.gch"))
+    Compiled(lambda x: (x - 2.5, x.sum()), "g", 1)(torch.ones(5, 2))
+    assert before and set(folder.glob("*.gch")) == before
+
+
+def test_a_compiler_that_refuses_the_flags_of_the_processor_is_asked_by_inductor(monkeypatch):
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "false")
+    assert not gxx._compiler_knows_processor()
+
+
+def test_what_the_compiler_is_said_to_know_can_be_built_and_loaded():
+    from torch._inductor import cpu_vec_isa
+
+    if not gxx._compiler_knows_processor():
+        pytest.skip("no x86 processor, or an old compiler: inductor finds out by itself")
+    assert cpu_vec_isa.pick_vec_isa().check_build(cpu_vec_isa.VecISA._avx_code)
