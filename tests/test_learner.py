@@ -303,6 +303,21 @@ def test_the_learning_rate_is_annealed_to_nothing_and_not_below(seed):
     assert sizes[4] < 0.6e-2
 
 
+def test_flat_vectors_hold_each_parameter_from_a_whole_cache_line_on(seed):
+    torch.manual_seed(seed)
+    agent = PPO(SPEC, PPOConfig(hidden=(4,)))
+    learner = Learner(agent, LearnerConfig(), num_iterations=1)
+    parts = {name: torch.randn(p.shape) for name, p in agent.named_parameters()}
+    flat, offset = learner.flat(parts), 0
+    for name, part in parts.items():
+        assert torch.equal(flat[offset : offset + part.numel()], part.flatten()), name
+        offset += part.numel() + -part.numel() % 16
+    assert flat.shape == (offset,) == learner.init(*variables_of(agent)).mu["loss"].shape
+    assert_equal(learner.by_parameter({"loss": flat}), parts)
+    both = learner.flat({name: torch.stack([part, -part]) for name, part in parts.items()}, 1)
+    assert torch.equal(both, torch.stack([flat, -flat]))
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.999])
 def test_adam_corrects_the_bias_of_its_first_step(seed, beta):
     """After one step both moments, corrected, are the gradient and its square: every parameter moves by the rate."""
