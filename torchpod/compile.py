@@ -6,7 +6,6 @@ compiled functions are captured, many at a time, by graph.py.
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import shutil
@@ -15,7 +14,9 @@ from typing import Any
 
 import torch
 
+from torchpod import cpu_memory
 from torchpod.inductor import Compiled, RecompilationError
+from torchpod.recorded import Recorded
 from torchpod.trees import member, stack
 from torchpod.vjp import Vjp, compiled_vjp, eager_vjp
 
@@ -41,7 +42,7 @@ class Compiler:
                 "or run with compile=false."
             )
         if enabled:
-            _keep_freed_memory()
+            cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
 
     def __call__(self, fn: Callable[..., Any], *, compilations: int | None = None) -> Callable[..., Any]:
@@ -51,24 +52,15 @@ class Compiler:
             return fn if self.population == 1 else _each_member(fn, self.population)
         return Compiled(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit)
 
+    def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that does nothing but call compiled ones, without Python between them (recorded.py)."""
+        return Recorded(fn) if self.enabled and not _PROFILE else fn
+
     def vjp(self, fn: Callable[..., tuple[Any, Any]]) -> Vjp:
         """Of `fn(primals, *rest) -> (outputs, aux)`: a pass that keeps what its derivative needs (vjp.py)."""
         if not self.enabled:
             return eager_vjp(fn, self.population)
         return compiled_vjp(fn, fn.__qualname__, self.max_compilations, self.population)
-
-
-def _keep_freed_memory() -> None:
-    """Tells glibc to keep what a program frees for its next call, instead of faulting every page in again.
-
-    2 % of a PPO iteration on one core with 1024 environments of CartPole, and half of the time to prepare its batch;
-    with 1024 of MinAtar, whose batches are 210 MB, 60 % more steps per second.
-    """
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_max, 0)  # what has a mapping of its own is given back when it is freed
-        mallopt(trim_threshold, 2**31 - 1)
 
 
 def _each_member(fn: Callable[..., Any], population: int) -> Callable[..., Any]:

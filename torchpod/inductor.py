@@ -5,8 +5,9 @@ Below `Compiler` in compile.py, which is what the loops use.
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +23,26 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from torchpod import cpu_mlp
+from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
-from torchpod.cpu_loop import Entry, Loop
 from torchpod.gxx import quicken
 from torchpod.trees import paths, reader, writer
+
+
+class RecordedCall(NamedTuple):
+    """A program, and the tensors that it took and made."""
+
+    program: "_Program"
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Any, ...]
+
+
+class _Recording(threading.local):
+    calls: list[RecordedCall] | None = None
+
+
+RECORDING = _Recording()
+"""Where calls of this thread are noted, if anybody wants to know (recorded.py)."""
 
 
 class RecompilationError(RuntimeError):
@@ -69,7 +86,7 @@ class Compiled:
         for program in self._programs:
             inputs = program.read(args)
             if inputs is not None:
-                return program.write(program.run(inputs))
+                return program.write(program.run(inputs) if RECORDING.calls is None else program.recorded(inputs))
         leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         if any(is_functorch_wrapped_tensor(x) for x in leaves):
             return self._differentiable(*args)
@@ -84,7 +101,7 @@ class Compiled:
         self._programs.append(_Program(self._traced, args))
         return self(*args)
 
-    def loop(self, args: tuple[Any, ...]) -> tuple[Loop, list[Tensor]] | None:
+    def loop(self, args: tuple[Any, ...]) -> tuple[Unroll, list[Tensor]] | None:
         """Many calls in one, and the tensors of the first call's arguments; None where that cannot be."""
         for program in self._programs:
             inputs = program.read(args)
@@ -134,15 +151,25 @@ class _Program(Signature):
         self.write = writer(result)
         compiled = _lower(graph, fakes, mode)
         self.run: Callable[[list[Tensor]], Any] = _bare(compiled)
-        self._compiled, self._loop = compiled, None
+        self.entry: Entry | None = None
+        with contextlib.suppress(LookupError):
+            self.entry = Entry(compiled)
 
-    def loop(self, args: tuple[Any, ...]) -> Loop | None:
+    def recorded(self, inputs: list[Tensor]) -> Any:
+        """As `run`, and noted."""
+        taken = tuple(inputs)
+        outputs = self.run(inputs)
+        assert RECORDING.calls is not None
+        RECORDING.calls.append(RecordedCall(self, taken, tuple(outputs)))
+        return outputs
+
+    def loop(self, args: tuple[Any, ...]) -> Unroll | None:
         """See `Compiled.loop`."""
-        if self._compiled is not None:
+        if not hasattr(self, "_loop"):
+            self._loop = None
             with contextlib.suppress(LookupError):
-                result = self.write(self.run(list(self._leaves(args))))
-                self._loop = Loop(Entry(self._compiled), args, result)
-            self._compiled = None
+                if self.entry is not None:
+                    self._loop = Unroll(self.entry, args, self.write(self.run(list(self._leaves(args)))))
         return self._loop
 
 

@@ -7,7 +7,7 @@ minibatches, and one flat gradient per optimizer step.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,12 +102,15 @@ class Learner:
         self._standardise = compiler(self._standardise_one)
         self._gradient = compiler(self._gradient_one)
         self._apply = compiler(self._apply_one)
+        self._sum_chunks = compiler.recorded(self._sum_chunks_of)
+        # With others, sums over ranks lie between the steps.
+        self._steps = compiler.recorded(self._steps_of) if ranks.world_size == 1 else self._steps_of
         self._has_statistics = any(isinstance(module, RunningMoments) for module in agent.modules())
         self._observe = compiler(self._observe_one)
         self._absorb = compiler(self._absorb_one)
         self._gradient_eager = self._gradient_first if self._axis == 0 else torch.vmap(self._gradient_first)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
-        self._flat_shape: torch.Size | None = None
+        self._zero: Tensor | None = None
         self._tree: Any = None
         self._metric_names: tuple[str, ...] = ()
 
@@ -154,7 +157,7 @@ class Learner:
         Returns:
           The next state, and metrics: scalars, means over the minibatches and ranks.
         """
-        buffers, sum_gradient = self.annealed(state), sum_gradient or self._chunk_gradients()
+        buffers = self.annealed(state)
         loss_keys = random.advance_each(keys[..., 0, :], self.counters_per_update).unbind(-2)
         batch = self._prepare(state.params, buffers, trajectory, keys)
         totals = []
@@ -163,21 +166,72 @@ class Learner:
             minibatches, moments = self._deal(batch, random.advance(keys, counter))
             minibatches = self._standardise(minibatches, self.ranks.sum(moments))
             chunks = self._cut(minibatches)
-            num_chunks = len(chunks) // self.config.num_minibatches
-            for i in range(self.config.num_minibatches):
-                with span("gradient"):
-                    total, self._metric_names = sum_gradient(
-                        state._replace(buffers=buffers),
-                        chunks[i * num_chunks : (i + 1) * num_chunks],
-                        loss_keys[counter + 1 + i],
-                    )
-                self.ranks.sum(total)
-                state, metrics = self._applied(state, total)
-                totals.append(metrics)
+            keys_of_steps = loss_keys[counter + 1 : counter + 1 + self.config.num_minibatches]
+            learning = state._replace(buffers=buffers)
+            if sum_gradient is None:
+                stepped, metrics = self._steps(learning, chunks, keys_of_steps, *self._zeros(learning, chunks))
+            else:
+                stepped, metrics = self._steps_of(learning, chunks, keys_of_steps, sum_gradient=sum_gradient)
+            state = stepped._replace(buffers=state.buffers)
+            totals += metrics
         if self._has_statistics:
             sums = self._observe(state.params, buffers, trajectory)
             state = self._absorb(state, {name: self.ranks.sum(x) for name, x in sums.items()})
-        return state, pytree.tree_map(lambda *xs: torch.stack(xs, -1).mean(-1), *totals)
+        return state, self._named(torch.stack(totals, -1).mean(-1))
+
+    def _steps_of(
+        self,
+        state: LearnerState,
+        chunks: list[Batch],
+        keys: Sequence[Tensor],
+        counters: Sequence[Tensor] = (),
+        zero: Tensor | None = None,
+        sum_gradient: SumGradient | None = None,
+    ) -> tuple[LearnerState, list[Tensor]]:
+        """A step along the gradient of each minibatch, and its metrics."""
+        num_chunks, metrics = len(chunks) // len(keys), []
+        for i, step_keys in enumerate(keys):
+            own = chunks[i * num_chunks : (i + 1) * num_chunks]
+            with span("gradient"):
+                if sum_gradient is None:
+                    total = self._sum_chunks(state.params, state.buffers, state.targets, own, step_keys, counters, zero)
+                else:
+                    total, self._metric_names = sum_gradient(state, own, step_keys)
+            self.ranks.sum(total)
+            state, of_step = self._applied(state, total)
+            metrics.append(of_step)
+        return state._replace(buffers={}), metrics
+
+    def _sum_chunks_of(
+        self,
+        params: Variables,
+        buffers: Variables,
+        targets: Variables,
+        chunks: list[Batch],
+        keys: Tensor,
+        counters: Sequence[Tensor],
+        total: Tensor,
+    ) -> Tensor:
+        """Gradient and metrics of a minibatch, chunk by chunk."""
+        for chunk, counter in zip(chunks, counters, strict=True):
+            total = self._gradient(params, buffers, targets, chunk, keys, counter, total)
+        return total
+
+    def _zeros(self, state: LearnerState, chunks: list[Batch]) -> tuple[Sequence[Tensor], Tensor]:
+        """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and a gradient of zeros."""
+        if self._zero is None:
+            num_chunks = len(chunks) // self.config.num_minibatches
+            lead, device = state.healthy.shape, state.healthy.device
+            self._counters = torch.arange(num_chunks, device=device).expand(*lead, -1).unbind(-1)
+            keys = torch.zeros(*lead, 3, dtype=torch.int64, device=device)
+            first = state.params, state.buffers, state.targets, chunks[0], keys, self._counters[0]
+            self._zero = torch.zeros(self._gradient_eager(*first).shape, device=device)
+        return self._counters, self._zero
+
+    def _named(self, metrics: Tensor) -> dict[str, Tensor]:
+        """The metrics of `_apply_one` by name."""
+        norms = ["grad_norm"] if len(self._groups) == 1 else [f"grad_norm/{group}" for group in self._groups]
+        return dict(zip((*self._metric_names, "healthy", *norms), metrics.unbind(-1), strict=True))
 
     def apply_sum(
         self, state: LearnerState, total: Tensor, metric_names: tuple[str, ...]
@@ -191,9 +245,10 @@ class Learner:
         """
         self._metric_names = metric_names
         self.ranks.sum(total)
-        return self._applied(state, total[..., :-1] / total[..., -1:])
+        new, metrics = self._applied(state, total[..., :-1] / total[..., -1:])
+        return new, self._named(metrics)
 
-    def _applied(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, dict[str, Tensor]]:
+    def _applied(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, Tensor]:
         with span("apply"):
             new, metrics = self._apply(state._replace(buffers={}), flat)  # fewer tensors to hand over
         return new._replace(buffers=state.buffers), metrics
@@ -255,28 +310,6 @@ class Learner:
                 column = [chunk for minibatch in column for chunk in minibatch.split(rows // num_chunks, own_axis)]
             columns.append(column)
         return [write(row) for row in zip(*columns, strict=True)]
-
-    def _chunk_gradients(self) -> SumGradient:
-        """Gradient and metrics of minibatches, chunk by chunk."""
-        counters: tuple[Tensor, ...] = ()
-        zero = torch.zeros(())
-
-        def sum_gradient(state: LearnerState, chunks: list[Batch], keys: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-            nonlocal counters, zero
-            if not counters:
-                each = torch.arange(len(chunks), device=keys.device)
-                counters = each.expand(*keys.shape[: self._axis], -1).unbind(-1)
-                if self._flat_shape is None:
-                    self._flat_shape = self._gradient_eager(
-                        state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
-                    ).shape
-                zero = torch.zeros(self._flat_shape, device=keys.device)
-            total = zero
-            for chunk, counter in zip(chunks, counters, strict=True):
-                total = self._gradient(state.params, state.buffers, state.targets, chunk, keys, counter, total)
-            return total, self._metric_names
-
-        return sum_gradient
 
     def _num_chunks(self, total_rows: int, splittable: int, device: str) -> int:
         """The divisor of `splittable` that brings the rows of a chunk nearest to `chunk_rows`, by their ratio.
@@ -395,24 +428,22 @@ class Learner:
             gradients |= own
         return [self.flat(gradients), _padded(torch.stack([*metrics.values()]))], tuple(metrics)
 
-    def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, dict[str, Tensor]]:
+    def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, Tensor]:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
         c, sizes = self.config, [x.numel() for x in state.mu.values()]
         *gradients, of_loss = flat.split([*sizes, flat.numel() - sum(sizes)])
-        metrics = {name: of_loss[i] for i, name in enumerate(self._metric_names)}
         healthy = state.healthy & flat.isfinite().all()
-        metrics["healthy"] = healthy.float()
         step = state.num_steps + 1
         remaining = self._remaining(state.num_steps) if c.anneal_learning_rate else 1.0
         # 1 - beta^step, which in float32 would lose four digits of beta2 at the first step
         correct1, correct2 = (-torch.expm1(step * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
-        mu, nu, steps = {}, {}, {}
+        mu, nu, steps, norms = {}, {}, {}, []
         for group, gradient in zip(self._groups, gradients, strict=True):
             # 1e-30 keeps square roots differentiable at 0, for gradients through updates
             norm = (gradient.square().sum() + 1e-30).sqrt()
             scale = (c.max_grad_norm / norm).clamp(max=1.0)
             rate = state.learning_rate[group] * remaining
-            metrics["grad_norm" if len(self._groups) == 1 else f"grad_norm/{group}"] = norm
+            norms.append(norm)
             # As one tensor, so that they are computed before the loops below and not in each round of these.
             scale, per_mu, per_nu = torch.stack([scale, rate / correct1, 1.0 / correct2]).unbind()
             gradient = gradient * scale
@@ -423,7 +454,8 @@ class Learner:
         targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}
         new = state._replace(params=params, mu=mu, nu=nu, targets=targets, num_steps=step)
         kept = pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, state)
-        return kept._replace(healthy=healthy), metrics
+        metrics = [*of_loss[: len(self._metric_names)].unbind(), healthy, *norms]
+        return kept._replace(healthy=healthy), torch.stack([x.float() for x in metrics])
 
     def _observe_one(self, params: Variables, buffers: Variables, trajectory: Trajectory) -> dict[str, Tensor]:
         """Sums for the running statistics, of this rank's trajectory."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod import cpu_loop, random
+from torchpod import cpu_calls, random
 from torchpod.agent import variables_of
 from torchpod.compile import Compiler
 from torchpod.config import load
@@ -32,13 +32,13 @@ def called_from_python(step, variables, carry, env_keys, actor_keys, length, tim
 def runs(monkeypatch):
     """The lengths of all loops in C++."""
     lengths = []
-    run = cpu_loop.Loop.run
+    run = cpu_calls.Unroll.run
 
     def watched(self, inputs, timestep, length, axis):
         lengths.append(length)
         return run(self, inputs, timestep, length, axis)
 
-    monkeypatch.setattr(cpu_loop.Loop, "run", watched)
+    monkeypatch.setattr(cpu_calls.Unroll, "run", watched)
     return lengths
 
 

@@ -1,0 +1,220 @@
+"""Many calls of compiled programs in one call of C++, on a CPU: see cpu_calls.cpp.
+
+`Unroll` has the steps of an unroll: one of 64 environments takes 35 us, calling it from Python another 15, and stacking
+what it returned another 20. `Recorded` (recorded.py) has the minibatches of an epoch.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod.gxx import quicken
+from torchpod.trees import paths, reader, writer
+
+_aoti = cast(Any, torch._C)._aoti
+
+
+class Entry:
+    """Where inductor's program for a CPU begins: a function in a library.
+
+    Args:
+      compiled: what `compile_fx_inner` returned.
+
+    Raises:
+      LookupError: if there is no such function in it.
+    """
+
+    _NAME = "_Z19inductor_entry_implPP16AtenTensorOpaqueS1_"
+
+    def __init__(self, compiled: Any) -> None:
+        try:
+            (cell,) = compiled.current_callable.__closure__
+            function = getattr(ctypes.CDLL(cell.cell_contents.__self__.__file__), self._NAME)
+        except (AttributeError, TypeError, ValueError, OSError) as error:
+            raise LookupError(f"inductor's program has no entry point: {error}") from error
+        self.address = ctypes.cast(function, ctypes.c_void_p).value
+        self.constants: list[Tensor] = list(compiled.constants.values())
+
+
+class Call(NamedTuple):
+    """A call of a program, with numbers of tensors."""
+
+    entry: Entry
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("program", ctypes.c_void_p),
+        ("num_inputs", ctypes.c_int64),
+        ("inputs", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_int64),
+        ("outputs", ctypes.c_void_p),
+    )
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (
+        ("to", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("output", "pieces", "bytes", "piece_stride", "call_stride")),
+    )
+
+
+class Calls:
+    """Calls, one after the other. The first `num_given` tensors are arguments; a tensor may get another value.
+
+    Args:
+      calls: in order.
+      num_given: arguments.
+      results: numbers of the tensors to return.
+    """
+
+    def __init__(self, calls: Sequence[Call], num_given: int, results: Sequence[int]) -> None:
+        used = [i for call in calls for i in (*call.inputs, *call.outputs)]
+        num_named = 1 + max([num_given - 1, *results, *used])
+        constants = {id(x): x for call in calls for x in call.entry.constants}
+        # Constants come behind the arguments, and before what is made.
+        numbers = {key: num_given + i for i, key in enumerate(constants)}
+        self._constants, self._arrays = list(constants.values()), {}
+        self._num_tensors = num_named + len(constants)
+
+        def moved(names: Sequence[int]) -> list[int]:
+            return [i if i < num_given else i + len(constants) for i in names]
+
+        self._calls = (_Call * len(calls))()
+        self._results = (ctypes.c_int64 * len(results))(*moved(results))
+        needed = set(self._results)
+        for i, call in reversed(list(enumerate(calls))):
+            outputs = moved(call.outputs)
+            needed -= set(outputs)
+            inputs = [*moved(call.inputs), *(numbers[id(x)] for x in call.entry.constants)]
+            for position, number in reversed(list(enumerate(inputs))):
+                if number not in needed:  # the last to read it takes it
+                    needed.add(number)
+                    inputs[position] = ~number
+            self._calls[i] = _Call(
+                call.entry.address, len(inputs), self._array(inputs), len(outputs), self._array(outputs)
+            )
+        _library()
+
+    def _array(self, numbers: Sequence[int]) -> int:
+        """The address of an array that lives as long as this object."""
+        array = self._arrays.setdefault(tuple(numbers), (ctypes.c_int64 * len(numbers))(*numbers))
+        return ctypes.addressof(array)
+
+    def run(self, arguments: list[Tensor], stacks: Sequence[_Stack] = ()) -> list[Tensor]:
+        """The results.
+
+        Args:
+          arguments: tensors, which stay as they are.
+          stacks: where outputs of every call are to go as well.
+
+        Raises:
+          RuntimeError: what a program raised.
+        """
+        given = _aoti.unsafe_alloc_void_ptrs_from_tensors([*arguments, *self._constants])
+        made = _library().torchpod_call(
+            self._num_tensors,
+            given,
+            len(self._calls),
+            self._calls,
+            len(stacks),
+            (_Stack * len(stacks))(*stacks),
+            len(self._results),
+            self._results,
+        )
+        return _aoti.alloc_tensors_by_stealing_from_void_ptrs(made)
+
+
+class Unroll:
+    """Calls of a program `(variables, carry, *rest) -> (carry, output)`, each with the carry of the one before.
+
+    Args:
+      entry: of the program.
+      args: arguments for an example.
+      result: of these.
+
+    Raises:
+      LookupError: if the program is no such step: a carry of another structure, tensors that are not contiguous.
+    """
+
+    def __init__(self, entry: Entry, args: tuple[Any, ...], result: tuple[Any, Any]) -> None:
+        variables, carry, *_ = args
+        before, after = reader(carry)(carry), reader(result[0])(result[0])
+        if paths(result[0]) != paths(carry) or list(map(_layout, before)) != list(map(_layout, after)):
+            raise LookupError("the carry that comes out is not built like the one that goes in")
+        self._outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        if not all(x.is_contiguous() for x in self._outputs):
+            raise LookupError("an output is not contiguous")
+        self._entry, self._num_given, self._num_before = entry, len(paths(args)), len(paths(variables))
+        self._num_carry = len(before)
+        self._by_length: dict[int, Calls] = {}
+        where = {id(x): i for i, x in enumerate(self._outputs)}
+        self._timestep = [where[id(x)] for x in reader(result[0].timestep)(result[0].timestep)]
+        self._read_timestep, self._write_timestep = reader(result[0].timestep), writer(result[0].timestep)
+        self._write = writer(result)
+
+    def _calls(self, length: int) -> Calls:
+        if length in self._by_length:
+            return self._by_length[length]
+        carry = range(self._num_before, self._num_before + self._num_carry)
+        outputs = range(self._num_given, self._num_given + len(self._outputs) - self._num_carry)
+        call = Call(self._entry, range(self._num_given), [*carry, *outputs])
+        self._by_length[length] = Calls([call] * length, self._num_given, carry)
+        return self._by_length[length]
+
+    def run(self, inputs: list[Tensor], timestep: Any, length: int, axis: int) -> tuple[Any, Any, Any]:
+        """The carry after `length` calls, the timesteps of all carries, and the outputs, along `axis`.
+
+        Args:
+          inputs: tensors of the arguments of the first call.
+          timestep: in the carry of the first call.
+          length: T.
+          axis: of time.
+        """
+        stacks, timesteps, outputs = [], [], []
+        for index, first in zip(self._timestep, self._read_timestep(timestep), strict=True):
+            stacks.append(self._stack(index, length, axis, first))
+            timesteps.append(stacks[-1][0])
+        for index in range(self._num_carry, len(self._outputs)):
+            stacks.append(self._stack(index, length, axis))
+            outputs.append(stacks[-1][0])
+        carry = self._calls(length).run(inputs, [stack for _, stack in stacks])
+        carry, outputs = self._write([*carry, *outputs])
+        return carry, self._write_timestep(timesteps), outputs
+
+    def _stack(self, index: int, length: int, axis: int, first: Tensor | None = None) -> tuple[Tensor, _Stack]:
+        example, slots = self._outputs[index], length + (first is not None)
+        shape = (*example.shape[:axis], slots, *example.shape[axis:])
+        stack = torch.empty(shape, dtype=example.dtype, device=example.device)
+        pieces = example.shape[0] if axis else 1
+        size = example.numel() * example.element_size() // max(1, pieces)
+        if first is not None:
+            stack.select(axis, 0).copy_(first)
+        to = stack.data_ptr() + (0 if first is None else size)
+        return stack, _Stack(to, index, pieces, size, slots * size, size)
+
+
+def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return x.shape, x.stride(), x.dtype
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL:
+    """Compiled once per machine. Called with Python's lock held, which programs give away themselves."""
+    from torch._inductor.codecache import CppCodeCache
+
+    quicken()
+    source = (Path(__file__).parent / "cpu_calls.cpp").read_text()
+    library = ctypes.PyDLL(CppCodeCache.load(source)._name)
+    pointer, number, python = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
+    library.torchpod_call.argtypes = number, python, number, pointer, number, pointer, number, pointer
+    library.torchpod_call.restype = python
+    return library
