@@ -13,6 +13,7 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -23,7 +24,12 @@ using torch::stable::Tensor;
 
 // --- Sixteen numbers; GCC and Clang make of them what the machine has ---------------------------------------------
 
-constexpr long LANES = 16, TILE = 48;
+constexpr long LANES = 16, TILE = 48, MOST_LAYERS = 4;
+#ifdef __AVX512F__
+constexpr long FEW = 8;
+#else
+constexpr long FEW = 0;  // the sums of `few_rows` are more than the registers
+#endif
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int Ints __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -55,6 +61,25 @@ inline Vec tanh(Vec x) {
   q = q * s + 2.26843463243900e-03f;
   q = q * s + 4.89352518554385e-03f;
   return x * p / q;
+}
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints{__VA_ARGS__}))
+#endif
+#define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+#define UPPER(k) (k & W ? k - W + LANES : k)
+#define LOWER(k) (k & W ? k + LANES : k + W)
+
+// Lane k is the sum of vector k, which is lost.
+template <int W = LANES / 2>
+inline Vec sums(Vec* vectors) {
+#pragma GCC unroll 8
+  for (int i = 0; i < W; i++)
+    vectors[i] = SHUFFLE(vectors[i], vectors[i + W], EACH_LANE(UPPER)) + SHUFFLE(vectors[i], vectors[i + W], EACH_LANE(LOWER));
+  if constexpr (W > 1) return sums<W / 2>(vectors);
+  return vectors[0];
 }
 
 enum Activation { LINEAR, TANH, RELU };  // the numbers are those of cpu_mlp.py
@@ -256,15 +281,37 @@ void add_sparse(long rows, long size, const Sparse& x, const float* dz, float* t
   for (; j < size; j += LANES) add_sparse_columns<1>(rows, size, x, dz, to, j);
 }
 
+// --- Products with few rows, from weights as they are: [size, in], both multiples of 16 ------------------------------
+
+void few_rows(long rows, long size, long in, View a, const float* weights, const float* bias, Activation kind, float* y) {
+  for (long r = 0; r < rows; r++)
+    for (long o = 0; o < size; o += LANES) {
+      Vec dots[LANES] = {};
+      for (long i = 0; i < in; i += LANES) {
+        const Vec x = load(a.data + r * a.row + i);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) dots[j] += x * load(weights + (o + j) * in + i);
+      }
+      store(y + r * size + o, load(bias + o) + sums(dots));
+    }
+  // Apart from the sums, so that several are under way at the same time: one takes as long as 64 products.
+  for (long i = 0; i < rows * size; i += LANES) store(y + i, activate(kind, load(y + i)));
+}
+
 // --- Networks ------------------------------------------------------------------------------------------------------
 
 struct Network {
   std::vector<long> sizes;  // of the input, of each layer
   Activation kind;          // of hidden layers
+  long rows;
   long layers() const { return sizes.size() - 1; }
   long widest() const { return up(*std::max_element(sizes.begin() + 1, sizes.end())); }
   static long up(long n) { return (n + LANES - 1) / LANES * LANES; }
   bool wide() const { return sizes[0] >= WIDE; }
+  // Whether the weights of a layer are taken as they are: with so few rows putting them in order is more than the product.
+  bool as_is(long l) const {
+    return rows <= FEW && sizes[l] % LANES == 0 && sizes[l + 1] % LANES == 0 && !(l == 0 && wide());
+  }
   // Numbers that the work on a tile needs: two layers, and what `compress` takes.
   long room() const { return 2 * TILE * widest() + (wide() ? 2 * up(TILE * sizes[0] + LANES) : 0); }
 };
@@ -285,15 +332,6 @@ long packed_size(const Network& net) {
   for (long l = 0; l < net.layers(); l++) size += (net.sizes[l] + 1) * Network::up(net.sizes[l + 1]);
   return size;
 }
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints{__VA_ARGS__}))
-#endif
-#define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
-#define UPPER(k) (k & W ? k - W + LANES : k)
-#define LOWER(k) (k & W ? k + LANES : k + W)
 
 // Every [2 W, 2 W] of a [16, 16] changes its upper right [W, W] for the lower left one.
 template <int W>
@@ -333,7 +371,7 @@ void pack(const Network& net, const float* const* weights, const float* const* b
     if (ld > out) std::fill(to, to + (in + 1) * ld, 0.0f);
     if (l == net.layers() - 1 && narrow(out)) {
       std::memcpy(to, weights[l], sizeof(float) * in * out);
-    } else {
+    } else if (!net.as_is(l)) {
       transpose(out, in, weights[l], to, ld);
     }
     std::memcpy(to + in * ld, biases[l], sizeof(float) * out);
@@ -342,8 +380,8 @@ void pack(const Network& net, const float* const* weights, const float* const* b
 }
 
 // Of rows [begin, end); hidden may be null, `own` has `net.room()`.
-void forward_rows(const Network& net, long begin, long end, const float* x, const float* packed, float* out,
-                  float* const* hidden, float* own) {
+void forward_rows(const Network& net, long begin, long end, const float* x, const float* const* as_they_are,
+                  const float* packed, float* out, float* const* hidden, float* own) {
   const long layers = net.layers(), room = TILE * net.widest();
   for (long first = begin; first < end; first += TILE) {
     const long rows = std::min(TILE, end - first);
@@ -363,13 +401,15 @@ void forward_rows(const Network& net, long begin, long end, const float* x, cons
         break;
       }
       float* y = hidden && !last ? hidden[l] + first * size : own + l % 2 * room;
-      const Activated end{bias, y, ld, last ? LINEAR : net.kind};
-      if (l == 0 && net.wide()) {
+      const Activated result{bias, y, ld, last ? LINEAR : net.kind};
+      if (net.as_is(l)) {
+        few_rows(rows, size, in, a, as_they_are[l], bias, result.kind, y);
+      } else if (l == 0 && net.wide()) {
         const Sparse found = compress(rows, in, a.data, own + 2 * room);
-        dense(found, rows, in) ? product(rows, ld, in, a, weights, ld, end)
-                               : sparse_product(rows, ld, found, weights, ld, end);
+        dense(found, rows, in) ? product(rows, ld, in, a, weights, ld, result)
+                               : sparse_product(rows, ld, found, weights, ld, result);
       } else {
-        product(rows, ld, in, a, weights, ld, end);
+        product(rows, ld, in, a, weights, ld, result);
       }
       if (last)
         for (long r = 0; r < rows; r++) std::memcpy(out + (first + r) * size, y + r * ld, sizeof(float) * size);
@@ -454,25 +494,26 @@ void forward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   const Tensor& x = in[0];
   const bool many = x.dim() == 3;
   const long networks = many ? x.size(0) : 1, rows = x.size(-2), layers = (in.size() - 1) / 2;
-  Network net{{x.size(-1)}, kind};
+  Network net{{x.size(-1)}, kind, rows};
   for (long l = 0; l < layers; l++) net.sizes.push_back(in[1 + 2 * l].size(-2));
   std::vector<Tensor> made{empty(shape(many, networks, {rows, net.sizes[layers]}))};
   for (uint64_t l = 1; l < num_outputs; l++) made.push_back(empty(shape(many, networks, {rows, net.sizes[l]})));
 
   const long room = net.room(), size = packed_size(net);
+  auto of_network = [&](long p, long first) {  // weights (0) or biases (1)
+    std::array<const float*, MOST_LAYERS> pointers;
+    for (long l = 0; l < layers; l++)
+      pointers[l] = data(in[1 + 2 * l + first]) + p * net.sizes[l + 1] * (first ? 1 : net.sizes[l]);
+    return pointers;
+  };
   auto run = [&](long p, long begin, long end, const float* packed, float* own) {
-    std::vector<float*> hidden;
-    for (uint64_t l = 1; l < num_outputs; l++) hidden.push_back(data(made[l]) + p * rows * net.sizes[l]);
-    forward_rows(net, begin, end, data(x) + p * rows * net.sizes[0], packed, data(made[0]) + p * rows * net.sizes[layers],
-                 hidden.empty() ? nullptr : hidden.data(), own);
+    std::array<float*, MOST_LAYERS> hidden;
+    for (uint64_t l = 1; l < num_outputs; l++) hidden[l - 1] = data(made[l]) + p * rows * net.sizes[l];
+    forward_rows(net, begin, end, data(x) + p * rows * net.sizes[0], of_network(p, 0).data(), packed,
+                 data(made[0]) + p * rows * net.sizes[layers], num_outputs > 1 ? hidden.data() : nullptr, own);
   };
   auto packed = [&](long p, float* to) {
-    std::vector<const float*> weights, biases;
-    for (long l = 0; l < layers; l++) {
-      weights.push_back(data(in[1 + 2 * l]) + p * net.sizes[l] * net.sizes[l + 1]);
-      biases.push_back(data(in[2 + 2 * l]) + p * net.sizes[l + 1]);
-    }
-    pack(net, weights.data(), biases.data(), to);
+    pack(net, of_network(p, 0).data(), of_network(p, 1).data(), to);
     return to;
   };
   const int threads = threads_for(networks * rows);
@@ -503,7 +544,7 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   const Tensor &doutput = in[0], &x = in[1];
   const bool many = x.dim() == 3;
   const long networks = many ? x.size(0) : 1, rows = x.size(-2);
-  Network net{{}, kind};
+  Network net{{}, kind, rows};
   for (long l = 0; l < layers; l++) net.sizes.push_back(in[1 + l].size(-1));
   net.sizes.push_back(doutput.size(-1));
   std::vector<Tensor> made;
@@ -515,44 +556,52 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   long gradients = 0;
   for (long l = 0; l < layers; l++) gradients += (net.sizes[l] + 1) * net.sizes[l + 1];
   const long room = net.room();
-  // Sums the gradients of some rows in `to`, layer by layer: those of the weights, those of the biases.
+  // Sums the gradients of some rows, layer by layer, in the results; or in `to`, if given, or where they are flipped.
   auto add = [&](long p, long begin, long end, float* to, float* own) {
     std::vector<const float*> hidden, weights;
     std::vector<float*> dweights, dbiases;
-    std::fill(to, to + gradients, 0.0f);
+    const bool direct = to == nullptr;
+    float* const room_for_flipped = own + net.room();
     for (long l = 0; l < layers; l++) {
-      if (l) hidden.push_back(data(in[1 + l]) + p * rows * net.sizes[l]);
+      const long inputs = net.sizes[l], size = net.sizes[l + 1];
+      if (l) hidden.push_back(data(in[1 + l]) + p * rows * inputs);
       // The first weights are not needed: nothing is differentiated with respect to x.
-      weights.push_back(l ? data(in[layers + l]) + p * net.sizes[l] * net.sizes[l + 1] : nullptr);
-      dweights.push_back(to);
-      dbiases.push_back(to += net.sizes[l] * net.sizes[l + 1]);
-      to += net.sizes[l + 1];
+      weights.push_back(l ? data(in[layers + l]) + p * inputs * size : nullptr);
+      if (direct) {
+        dweights.push_back(l == 0 && flipped(net) ? room_for_flipped : data(made[2 * l]) + p * inputs * size);
+        dbiases.push_back(data(made[2 * l + 1]) + p * size);
+      } else {
+        dweights.push_back(to);
+        dbiases.push_back(to + inputs * size);
+        to += (inputs + 1) * size;
+      }
+      std::fill(dweights[l], dweights[l] + inputs * size, 0.0f);
+      std::fill(dbiases[l], dbiases[l] + size, 0.0f);
     }
     backward_rows(net, begin, end, data(x) + p * rows * net.sizes[0], data(doutput) + p * rows * net.sizes[layers],
                   hidden.data(), weights.data(), dweights.data(), dbiases.data(), own);
+    if (direct && flipped(net))
+      transpose(net.sizes[0], net.sizes[1], room_for_flipped, data(made[0]) + p * net.sizes[0] * net.sizes[1], net.sizes[0]);
   };
-  auto write = [&](long p, const float* from) {
+  // Of one network, whose rows were shared out.
+  auto write = [&](const float* from) {
     for (long l = 0; l < layers; l++) {
       const long inputs = net.sizes[l], size = net.sizes[l + 1];
-      float* dweight = data(made[2 * l]) + p * inputs * size;
+      float* dweight = data(made[2 * l]);
       if (l == 0 && flipped(net)) {
         transpose(inputs, size, from, dweight, inputs);
       } else {
         std::memcpy(dweight, from, sizeof(float) * inputs * size);
       }
       from += inputs * size;
-      std::memcpy(data(made[2 * l + 1]) + p * size, from, sizeof(float) * size);
+      std::memcpy(data(made[2 * l + 1]), from, sizeof(float) * size);
       from += size;
     }
   };
   const int threads = threads_for(networks * rows);
   if (threads == 1 || networks > 1) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long p = 0; p < networks; p++) {
-      float* own = scratch(room + gradients);
-      add(p, 0, rows, own + room, own);
-      write(p, own + room);
-    }
+    for (long p = 0; p < networks; p++) add(p, 0, rows, nullptr, scratch(room + net.sizes[0] * net.sizes[1]));
   } else {
     const long share = (rows + threads - 1) / threads;
     std::vector<float> parts(threads * gradients);
@@ -560,7 +609,7 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
     for (int t = 0; t < threads; t++)
       add(0, std::min(t * share, rows), std::min((t + 1) * share, rows), parts.data() + t * gradients, scratch(room));
     for (long i = gradients; i < threads * gradients; i++) parts[i % gradients] += parts[i];
-    write(0, parts.data());
+    write(parts.data());
   }
   for (uint64_t i = 0; i < num_outputs; i++) stack[i] = torch::stable::detail::from(made[i]);
 }

@@ -108,9 +108,9 @@ class Learner:
         self._has_statistics = any(isinstance(module, RunningMoments) for module in agent.modules())
         self._observe = compiler(self._observe_one)
         self._absorb = compiler(self._absorb_one)
-        self._gradient_eager = self._gradient_first if self._axis == 0 else torch.vmap(self._gradient_first)
+        self._gradient_eager = self._gradient_one if self._axis == 0 else torch.vmap(self._gradient_one)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
-        self._zero: Tensor | None = None
+        self._before: tuple[Sequence[Tensor], tuple[Tensor, ...]] | None = None
         self._tree: Any = None
         self._metric_names: tuple[str, ...] = ()
 
@@ -169,7 +169,7 @@ class Learner:
             keys_of_steps = loss_keys[counter + 1 : counter + 1 + self.config.num_minibatches]
             learning = state._replace(buffers=buffers)
             if sum_gradient is None:
-                stepped, metrics = self._steps(learning, chunks, keys_of_steps, *self._zeros(learning, chunks))
+                stepped, metrics = self._steps(learning, chunks, keys_of_steps, *self._before_chunks(learning, chunks))
             else:
                 stepped, metrics = self._steps_of(learning, chunks, keys_of_steps, sum_gradient=sum_gradient)
             state = stepped._replace(buffers=state.buffers)
@@ -185,7 +185,7 @@ class Learner:
         chunks: list[Batch],
         keys: Sequence[Tensor],
         counters: Sequence[Tensor] = (),
-        zero: Tensor | None = None,
+        before: tuple[Tensor, ...] = (),
         sum_gradient: SumGradient | None = None,
     ) -> tuple[LearnerState, list[Tensor]]:
         """A step along the gradient of each minibatch, and its metrics."""
@@ -194,7 +194,8 @@ class Learner:
             own = chunks[i * num_chunks : (i + 1) * num_chunks]
             with span("gradient"):
                 if sum_gradient is None:
-                    total = self._sum_chunks(state.params, state.buffers, state.targets, own, step_keys, counters, zero)
+                    fixed = state.params, state.buffers, state.targets
+                    total = self._sum_chunks(*fixed, own, step_keys, counters, before)
                 else:
                     total, self._metric_names = sum_gradient(state, own, step_keys)
             self.ranks.sum(total)
@@ -210,23 +211,26 @@ class Learner:
         chunks: list[Batch],
         keys: Tensor,
         counters: Sequence[Tensor],
-        total: Tensor,
+        total: tuple[Tensor, ...],
     ) -> Tensor:
         """Gradient and metrics of a minibatch, chunk by chunk."""
         for chunk, counter in zip(chunks, counters, strict=True):
-            total = self._gradient(params, buffers, targets, chunk, keys, counter, total)
-        return total
+            total = (self._gradient(params, buffers, targets, chunk, keys, counter, total),)
+        return total[0]
 
-    def _zeros(self, state: LearnerState, chunks: list[Batch]) -> tuple[Sequence[Tensor], Tensor]:
-        """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and a gradient of zeros."""
-        if self._zero is None:
+    def _before_chunks(self, state: LearnerState, chunks: list[Batch]) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+        """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and zeros if there are several."""
+        if self._before is None:
             num_chunks = len(chunks) // self.config.num_minibatches
             lead, device = state.healthy.shape, state.healthy.device
-            self._counters = torch.arange(num_chunks, device=device).expand(*lead, -1).unbind(-1)
-            keys = torch.zeros(*lead, 3, dtype=torch.int64, device=device)
-            first = state.params, state.buffers, state.targets, chunks[0], keys, self._counters[0]
-            self._zero = torch.zeros(self._gradient_eager(*first).shape, device=device)
-        return self._counters, self._zero
+            counters = torch.arange(num_chunks, device=device).expand(*lead, -1).unbind(-1)
+            zeros = ()
+            if num_chunks > 1:
+                keys = torch.zeros(*lead, 3, dtype=torch.int64, device=device)
+                first = state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
+                zeros = (torch.zeros_like(self._gradient_eager(*first, ())),)
+            self._before = counters, zeros
+        return self._before
 
     def _named(self, metrics: Tensor) -> dict[str, Tensor]:
         """The metrics of `_apply_one` by name."""
@@ -402,19 +406,9 @@ class Learner:
         batch: Batch,
         keys: Tensor,
         index: Tensor,
-        total: Tensor,
+        total: tuple[Tensor, ...],
     ) -> Tensor:
-        """Adds the gradients and metrics of chunk `index` to `total`, one flat vector."""
-        return total + torch.cat(self._gradient_pieces(params, buffers, targets, batch, keys, index)[0])
-
-    def _gradient_first(self, *args: Any) -> Tensor:
-        """As `_gradient_one` without a total; it learns the names of the metrics."""
-        flat, self._metric_names = self._gradient_pieces(*args)
-        return torch.cat(flat)
-
-    def _gradient_pieces(
-        self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor, index: Tensor
-    ) -> tuple[list[Tensor], tuple[str, ...]]:
+        """Gradients and metrics of chunk `index`, one flat vector, plus those of the chunks before."""
         keys = random.fold_in(keys, index)  # compiles to nothing where a loss draws nothing
         gradients: Variables = {}
         metrics: dict[str, Tensor] = {}
@@ -426,7 +420,9 @@ class Learner:
 
             own, metrics = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
             gradients |= own
-        return [self.flat(gradients), _padded(torch.stack([*metrics.values()]))], tuple(metrics)
+        self._metric_names = tuple(metrics)
+        flat = torch.cat([self.flat(gradients), _padded(torch.stack([*metrics.values()]))])
+        return total[0] + flat if total else flat
 
     def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, Tensor]:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
@@ -447,15 +443,19 @@ class Learner:
             # As one tensor, so that they are computed before the loops below and not in each round of these.
             scale, per_mu, per_nu = torch.stack([scale, rate / correct1, 1.0 / correct2]).unbind()
             gradient = gradient * scale
-            mu[group] = torch.lerp(gradient, state.mu[group], c.beta1)
-            nu[group] = torch.lerp(gradient * gradient, state.nu[group], c.beta2)
+            # Results of the program, so that they are read below and not computed again.
+            mu[group] = torch.where(healthy, torch.lerp(gradient, state.mu[group], c.beta1), state.mu[group])
+            nu[group] = torch.where(healthy, torch.lerp(gradient * gradient, state.nu[group], c.beta2), state.nu[group])
             steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
         params = {name: state.params[name] - step for name, step in self.by_parameter(steps).items()}
         targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}
-        new = state._replace(params=params, mu=mu, nu=nu, targets=targets, num_steps=step)
-        kept = pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, state)
+        changed = {"params": params, "targets": targets, "num_steps": step}
+        kept = {
+            name: pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, getattr(state, name))
+            for name, new in changed.items()
+        }
         metrics = [*of_loss[: len(self._metric_names)].unbind(), healthy, *norms]
-        return kept._replace(healthy=healthy), torch.stack([x.float() for x in metrics])
+        return state._replace(mu=mu, nu=nu, healthy=healthy, **kept), torch.stack([x.to(flat.dtype) for x in metrics])
 
     def _observe_one(self, params: Variables, buffers: Variables, trajectory: Trajectory) -> dict[str, Tensor]:
         """Sums for the running statistics, of this rank's trajectory."""
