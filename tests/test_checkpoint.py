@@ -196,7 +196,7 @@ def other_shapes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (change_format, "has checkpoint format 2, this version reads 1."),
+        (change_format, "has checkpoint format 3, this version reads 2."),
         (no_checkpoints, "holds no checkpoint; give a folder that torchpod train has written."),
         (foreign_config, "is no run folder: config.yaml is missing or not ours (learning_rate is no setting"),
         (other_shapes, "does not fit this run: .actor_keys is int64 [4, 3] there and int64 [8, 3] here; resume with"),

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torchpod.distributed import Ranks
 from torchpod.types import Tree
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(RuntimeError):

@@ -35,7 +35,8 @@ class Entry:
     def __init__(self, compiled: Any) -> None:
         try:
             (cell,) = compiled.current_callable.__closure__
-            function = getattr(ctypes.CDLL(cell.cell_contents.__self__.__file__), self._NAME)
+            self.library: str = cell.cell_contents.__self__.__file__
+            function = getattr(ctypes.CDLL(self.library), self._NAME)
         except (AttributeError, TypeError, ValueError, OSError) as error:
             raise LookupError(f"inductor's program has no entry point: {error}") from error
         self.address = ctypes.cast(function, ctypes.c_void_p).value

@@ -1,0 +1,177 @@
+"""Functions that only call compiled ones: recorded, they give the same bits, and whatever cannot be recorded is not."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin
+from torchpod.compile import Compiler
+from torchpod.cpu_calls import Calls
+from torchpod.envs import CartPole
+from torchpod.inductor import Compiled
+from torchpod.learner import LearnerConfig
+from torchpod.recorded import Recorded
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How many calls each call of C++ had."""
+    numbers = []
+    run = Calls.run
+
+    def watched(self, *args):
+        numbers.append(len(self._calls))
+        return run(self, *args)
+
+    monkeypatch.setattr(Calls, "run", watched)
+    return numbers
+
+
+def numbers(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_calls_after_the_first_go_through_no_line_of_the_function(seed, runs):
+    double = Compiled(lambda x: (2 * x, {"sum": x.sum()}), "double", 1)
+    add = Compiled(lambda x, y: x + y, "add", 1)
+    calls = []
+
+    def fn(tree, rest):
+        calls.append(None)
+        twice, sums = double(tree["a"])
+        four, _ = double(twice)
+        return {"both": add(four, rest[0]), "sum": sums["sum"], "given": tree["a"], "again": four}, ("constant", twice)
+
+    recorded = Recorded(fn)
+    for i in range(4):
+        a, b = numbers(seed + i, 5, 3), numbers(seed - i, 5, 3)
+        result, (word, twice) = recorded({"a": a}, [b])
+        before = a.clone(), b.clone()
+        torch.testing.assert_close(result["both"], 4 * a + b)
+        torch.testing.assert_close(result["sum"], a.sum())
+        assert torch.equal(result["given"], a) and torch.equal(result["again"], 4 * a)
+        assert word == "constant" and torch.equal(twice, 2 * a)
+        result["both"].zero_()
+        twice.zero_()
+        assert torch.equal(a, before[0]) and torch.equal(b, before[1])
+    assert len(calls) == 1 and runs == [3, 3, 3]
+
+
+def test_what_another_function_records_becomes_a_part_of_it(seed, runs):
+    add = Compiled(lambda x, y: x + y, "add", 1)
+    three = Recorded(lambda x, y: add(add(add(x, y), y), y))
+    six = Recorded(lambda x, y: three(three(x, y), y))
+    for i in range(3):
+        x, y = numbers(seed + i, 4), numbers(seed - i, 4)
+        torch.testing.assert_close(six(x, y), x + 6 * y)
+    assert runs == [6, 6]
+    x, y = numbers(seed, 4), numbers(seed + 1, 4)
+    for _ in range(2):
+        torch.testing.assert_close(three(x, y), x + 3 * y)
+    assert runs == [6, 6, 3]
+
+
+@pytest.mark.parametrize("between", [lambda x: x + 1, lambda x: x[:], lambda x: x.clone()], ids=["sum", "view", "copy"])
+def test_a_function_that_makes_tensors_itself_is_always_called(between, seed, runs):
+    double = Compiled(lambda x: 2 * x, "double", 1)
+    inside, outside = Recorded(lambda x: double(between(double(x)))), Recorded(lambda x: between(double(x)))
+    for i in range(3):
+        x = numbers(seed + i, 6)
+        torch.testing.assert_close(inside(x), 2 * between(2 * x))
+        torch.testing.assert_close(outside(x), between(2 * x))
+    assert runs == []
+
+
+def test_a_tensor_that_the_function_closes_over_is_seen_when_it_changes(seed, runs):
+    add = Compiled(lambda x, y: x + y, "add", 1)
+    held = [torch.zeros(4)]
+    recorded = Recorded(lambda x: add(x, held[0]))
+    for i in range(3):
+        held[0] = torch.full((4,), float(i))
+        x = numbers(seed + i, 4)
+        torch.testing.assert_close(recorded(x), x + i)
+    assert runs == []
+
+
+def test_one_tensor_twice_and_other_shapes_are_left_to_the_function(seed, runs):
+    add = Compiled(lambda x, y: x + y, "add", 2)
+    recorded = Recorded(add)
+    x, y = numbers(seed, 4), numbers(seed + 1, 4)
+    torch.testing.assert_close(recorded(x, x), 2 * x)
+    torch.testing.assert_close(recorded(x, y), x + y)
+    torch.testing.assert_close(recorded(y, y), 2 * y)
+    long = numbers(seed, 9), numbers(seed + 1, 9)
+    torch.testing.assert_close(recorded(*long), long[0] + long[1])
+    assert runs == []
+    torch.testing.assert_close(recorded(y, x), x + y)
+    assert runs == [1]
+
+
+def test_errors_leave_the_function_usable(seed, runs):
+    double = Compiled(lambda x: 2 * x, "double", 1)
+    broken = [True]
+
+    def fn(x):
+        x = double(x)
+        if broken[0]:
+            raise KeyError("not now")
+        return x
+
+    recorded = Recorded(fn)
+    x = numbers(seed, 3)
+    with pytest.raises(KeyError):
+        recorded(x)
+    broken[0] = False
+    for _ in range(2):
+        torch.testing.assert_close(recorded(x), 2 * x)
+    assert runs == [1]
+
+
+@pytest.mark.parametrize(("population", "chunk_rows"), [(1, None), (1, 16), (2, 16)])
+def test_an_update_is_the_same_with_and_without(population, chunk_rows, seed, monkeypatch):
+    def run(recorded):
+        if not recorded:
+            monkeypatch.setattr(Compiler, "recorded", lambda self, fn: fn)
+        anakin = Anakin(
+            lambda: PPO(CartPole().spec, PPOConfig(hidden=(16,))),
+            CartPole(),
+            num_envs=8,
+            unroll_length=16,
+            num_iterations=5,
+            learner=LearnerConfig(chunk_rows=chunk_rows),
+            compiler=Compiler(True, population),
+        )
+        state = anakin.init(seed)
+        for _ in range(3):
+            state, reports = anakin.iterate(state)
+        return state.learner, reports
+
+    ours, theirs = run(True), run(False)
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def test_the_minibatches_of_an_epoch_are_one_call(seed, runs):
+    anakin = Anakin(
+        lambda: PPO(CartPole().spec, PPOConfig(hidden=(16,))),
+        CartPole(),
+        num_envs=8,
+        unroll_length=16,
+        num_iterations=5,
+        learner=LearnerConfig(num_epochs=2, num_minibatches=4, chunk_rows=16),
+        compiler=Compiler(True),
+    )
+    state = anakin.init(seed)
+    for _ in range(2):
+        runs.clear()
+        state, _ = anakin.iterate(state)
+    assert runs == [16, 4 * (2 + 1), 4 * (2 + 1)]  # steps; of each epoch 4 minibatches of 2 chunks and an Adam
+
+
+def test_keys_of_the_learner_are_fresh_for_every_minibatch(seed):
+    """As the numbers of chunks and minibatches are arguments of what is recorded, not constants in it."""
+    keys = random.split(random.key(seed), 4)
+    counters = random.advance_each(keys[0], 9)
+    assert len({tuple(x.tolist()) for x in counters}) == 9
