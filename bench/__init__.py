@@ -20,10 +20,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
     parser.add_argument("--json", metavar="FILE", help="write the rows here instead of bench/results/")
     parser.add_argument("--quick", action="store_true", help="one size, two short rounds: does it work at all?")
-    parser.add_argument("--only", metavar="NAME", help="one row, of suite envs")
+    parser.add_argument("--only", metavar="NAME", help="of anakin and envs, the rows whose names begin so")
     args = parser.parse_args(argv)
-    if args.only and args.suite != "envs":
-        raise ValueError(f"--only {args.only} is for the suite envs; {args.suite} is run whole.")
+    if args.only and args.suite not in ("anakin", "envs"):
+        raise ValueError(f"--only {args.only} is for the suites anakin and envs; {args.suite} is run whole.")
     if args.suite == "report":
         return importlib.import_module(f"{__name__}.report").main()
     options = {"only": args.only} if args.only else {}

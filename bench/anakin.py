@@ -75,6 +75,7 @@ def main(
     core: int | None = None,
     workers: tuple[Worker, Worker] | None = None,
     figures: Figures = FIGURES,
+    only: str | None = None,
 ) -> int:
     """Measures, writes the result file, prints the rows.
 
@@ -87,6 +88,7 @@ def main(
       core: the core that both sides are pinned to; None for the last one.
       workers: torchpod's and the peer's; None for the real ones.
       figures: what the peer is known to reach.
+      only: measure the rows whose names begin with this; the page then shows this run in their place.
 
     Returns:
       0, or 1 if the peer was below its figure, the work was unequal, torchpod's own side failed or there are too few
@@ -101,7 +103,7 @@ def main(
     calibrations = [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
 
-    for case in cases:
+    for case in harness.chosen(cases, only, "anakin"):
         if case.cores > len(os.sched_getaffinity(0)):
             failures.append(f"{case.name}: not measured, there are too few cores.")
             continue
@@ -127,7 +129,7 @@ def main(
         figures=figures,
         load_average=load_average,
         json_path=json_path,
-        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},
+        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
     )
 
 

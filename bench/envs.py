@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
 from torchpod.bench.harness import RowMaker, Worker, WorkerError
-from torchpod.config import nearest
 
 NUM_ENVS = 2048
 STEPS_PER_CALL = 4_000_000
@@ -77,7 +76,7 @@ def main(
 ) -> int:
     """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
 
-    `only` names one environment, in whose row the page then shows this run.
+    With `only`, the rows whose names begin with it are measured, and the page shows this run in their place.
 
     Returns:
       0, or 1 if a peer was below its figure, a goal was not reached, or torchpod's own side failed.
@@ -91,11 +90,7 @@ def main(
     calibrations = [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
     cases = [*cases, *(Case(name, "", 2) for name in alone)]
-    if only is not None:
-        names = [case.name for case in cases]
-        if only not in names:
-            raise ValueError(f"--only {only} is no row of envs; {nearest(only, names)}")
-        cases = [case for case in cases if case.name == only]
+    cases = harness.chosen(cases, only, "envs")
     for case in cases:
         sides = (ours, peer) if case.peer else (ours,)
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:

@@ -22,6 +22,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from torchpod.config import nearest
 from torchpod.run_folder import commit, cpu, versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -390,6 +391,18 @@ def problems(name: str, ours: list[Measurement] | WorkerError, peer: list[Measur
     if isinstance(peer, WorkerError):
         return []
     return [x for a, b in zip(ours, peer, strict=True) for x in (*unequal_work(a, b), *unequal_returns(a, b))]
+
+
+def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:
+    """The cases whose names begin with `only`; all, if that is None.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    found = [case for case in cases if case.name.startswith(only or "")]
+    if not found:
+        raise ValueError(f"--only {only} is no row of {suite}; {nearest(str(only), [case.name for case in cases])}")
+    return found
 
 
 def _case(measurement: Measurement) -> str:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod import random
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
@@ -109,6 +108,28 @@ def test_one_tensor_twice_and_other_shapes_are_left_to_the_function(seed, runs):
     assert runs == [1]
 
 
+def test_trees_with_more_in_them_and_other_constants_are_left_to_the_function(seed, runs):
+    add = Compiled(lambda x, y: x + y, "add", 1)
+
+    def fn(tensors, power, more):
+        total = add(tensors[0], tensors[1])
+        for x in (*tensors[2:], *more.values()):
+            total = add(total, x)
+        for _ in range(power):
+            total = add(total, total.clone())
+        return [total]
+
+    recorded = Recorded(fn)
+    xs = [numbers(seed + i, 5) for i in range(4)]
+    for _ in range(2):
+        torch.testing.assert_close(recorded(xs[:2], 0, {})[0], xs[0] + xs[1])
+    assert runs == [1]
+    torch.testing.assert_close(recorded(xs, 0, {})[0], sum(xs))
+    torch.testing.assert_close(recorded(xs[:2], 0, {"a": xs[2]})[0], xs[0] + xs[1] + xs[2])
+    torch.testing.assert_close(recorded(xs[:2], 1, {})[0], 2 * (xs[0] + xs[1]))
+    assert runs == [1]
+
+
 def test_errors_leave_the_function_usable(seed, runs):
     double = Compiled(lambda x: 2 * x, "double", 1)
     broken = [True]
@@ -168,10 +189,3 @@ def test_the_minibatches_of_an_epoch_are_one_call(seed, runs):
         runs.clear()
         state, _ = anakin.iterate(state)
     assert runs == [16, 4 * (2 + 1), 4 * (2 + 1)]  # steps; of each epoch 4 minibatches of 2 chunks and an Adam
-
-
-def test_keys_of_the_learner_are_fresh_for_every_minibatch(seed):
-    """As the numbers of chunks and minibatches are arguments of what is recorded, not constants in it."""
-    keys = random.split(random.key(seed), 4)
-    counters = random.advance_each(keys[0], 9)
-    assert len({tuple(x.tolist()) for x in counters}) == 9

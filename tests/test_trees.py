@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.trees import paths, reader, writer
+from torchpod.trees import outline, paths, reader, writer
 
 
 class Point(NamedTuple):
@@ -44,3 +44,13 @@ def test_a_node_of_another_kind_is_refused():
     pytree.register_dataclass(Node)
     with pytest.raises(TypeError, match="Node in a state, timestep or batch: use NamedTuples"):
         writer([Node(torch.ones(1)), torch.ones(1)])
+
+
+def test_outlines_are_lengths_and_constants():
+    x = torch.zeros(2)
+    point = Point(x, {"a": x, "b": [x, (), None]})
+    of = outline((point, 3, [x]))
+    assert of((point, 3, [x])) == (3, 2, 3, 0, None, 3, 1)
+    assert of((Point(x + 1, point.rest), 3, [x - 1])) == of((point, 3, [x]))
+    more = point._replace(rest={**point.rest, "c": x})
+    assert of((point, 3, [x])) not in {of((point, 3, [x, x])), of((point, 4, [x])), of((more, 3, [x]))}

@@ -36,12 +36,13 @@ class Compiler:
     """
 
     def __init__(self, enabled: bool, population: int = 1, max_compilations: int = 1) -> None:
-        if enabled and shutil.which(os.environ.get("CXX", "g++")) is None and not torch.cuda.is_available():
+        has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+        if enabled and not has_compiler and not torch.cuda.is_available():
             raise RuntimeError(
                 "compile=true needs a C++ compiler, and g++ was not found; install it (Debian: apt-get install g++), "
                 "or run with compile=false."
             )
-        if enabled:
+        if enabled and has_compiler:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
 

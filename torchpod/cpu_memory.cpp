@@ -55,6 +55,7 @@ class Cache final : public c10::Allocator {
     Block* block = take(size);
     if (!block) block = make(size);
     void* data = reinterpret_cast<char*>(block) + LINE;
+    report(data, size.bytes);
     return {data, data, &give_back, cpu};
   }
 
@@ -62,6 +63,7 @@ class Cache final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
 
   void keep(Block* block) {
+    report(reinterpret_cast<char*>(block) + LINE, -static_cast<int64_t>(bytes_of(block->bucket)));
     const std::lock_guard<std::mutex> guard(mutex);
     block->next = free_blocks[block->bucket];
     free_blocks[block->bucket] = block;
@@ -73,16 +75,22 @@ class Cache final : public c10::Allocator {
   size_t used = 0, kept = 0, most_used = 0;
 
  private:
+  // To torch.profiler.
+  void report(void* data, int64_t bytes) {
+    if (c10::memoryProfilingEnabled())
+      c10::reportMemoryUsageToProfiler(data, bytes, used, used + kept, c10::Device(c10::DeviceType::CPU));
+  }
+
   Block* take(Size size) {
     const std::lock_guard<std::mutex> guard(mutex);
     used += size.bytes;
-    most_used = std::max(most_used, used);
     Block* block = free_blocks[size.bucket];
     if (block) {
       free_blocks[size.bucket] = block->next;
       kept -= size.bytes;
+      most_used = std::max(most_used, used);
     } else {
-      const size_t allowed = most_used + most_used / 4 + SPARE;
+      const size_t most = std::max(most_used, used), allowed = most + most / 4 + SPARE;
       if (used + kept > allowed) shrink(allowed > used ? allowed - used : 0);
     }
     return block;
@@ -98,6 +106,8 @@ class Cache final : public c10::Allocator {
         TORCH_CHECK_WITH(OutOfMemoryError, false, "not enough memory: cannot allocate ", size.bytes, " bytes");
       }
     }
+    const std::lock_guard<std::mutex> guard(mutex);
+    most_used = std::max(most_used, used);
     Block* block = static_cast<Block*>(memory);
     block->bucket = size.bucket;
     return block;
@@ -129,8 +139,11 @@ void give_back(void* data) {
 }  // namespace
 
 extern "C" void torchpod_install() {
-  c10::SetCPUAllocator(&cache(), 1);
-  pthread_atfork([] { cache().mutex.lock(); }, [] { cache().mutex.unlock(); }, [] { cache().mutex.unlock(); });
+  static std::once_flag once;
+  std::call_once(once, [] {
+    c10::SetCPUAllocator(&cache(), 1);
+    pthread_atfork([] { cache().mutex.lock(); }, [] { cache().mutex.unlock(); }, [] { cache().mutex.unlock(); });
+  });
 }
 
 // Bytes of tensors that are alive, kept for later, and the most that were alive.

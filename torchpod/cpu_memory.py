@@ -1,7 +1,8 @@
 """Memory of tensors on a CPU that is used again: see cpu_memory.cpp.
 
 glibc has no quick way to a block of 64-byte alignment, gives large blocks back to the system when they are freed, and
-faults each of their pages in again: half of the time of a PPO iteration with 4 environments, a fifth with 64.
+faults each of their pages in again: a quarter of the time of a PPO iteration with 4 environments, a twentieth and more
+with 64.
 """
 
 import ctypes

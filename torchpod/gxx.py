@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def _precompiled(command_line: str, **options: Any) -> str:
 
     options.pop("extra_flags", None)  # for the linker
     build = CppTorchDeviceOptions(**options, precompiling=True)
-    versions = (torch.__version__, torch.version.git_version, get_compiler_version_info(build.get_compiler()))
+    header = Path(torch.__file__).parent / "include" / HEADERS[0]
+    compiler = get_compiler_version_info(build.get_compiler())
+    versions = torch.__version__, torch.version.git_version, header.stat().st_mtime, sys.version, compiler
     folder = Path(codecache._HEADER_DIR)
     key, path = codecache.write(
         "".join(f"#include <{header}>\n" for header in HEADERS),

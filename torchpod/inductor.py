@@ -166,10 +166,11 @@ class _Program(Signature):
     def loop(self, args: tuple[Any, ...]) -> Unroll | None:
         """See `Compiled.loop`."""
         if not hasattr(self, "_loop"):
-            self._loop = None
+            loop = None
             with contextlib.suppress(LookupError):
                 if self.entry is not None:
-                    self._loop = Unroll(self.entry, args, self.write(self.run(list(self._leaves(args)))))
+                    loop = Unroll(self.entry, args, self.write(self.run(list(self._leaves(args)))))
+            self._loop = loop
         return self._loop
 
 
@@ -227,7 +228,6 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    quicken()
     options = {
         "post_grad_custom_post_pass": CpuKernels(),
         # It leaves a loop with 35 strided accesses unvectorised however much else there is to do, such as the 10 rounds
@@ -239,6 +239,8 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     # A program in C++ as a whole calls nothing in Python between its kernels, and gives Python's lock away meanwhile.
     # Kernels called from Python hold it, so that Sebulba's actors would stand still while the learner computes.
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
+    if cpp_wrapper:
+        quicken()
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 

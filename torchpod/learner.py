@@ -110,7 +110,7 @@ class Learner:
         self._absorb = compiler(self._absorb_one)
         self._gradient_eager = self._gradient_one if self._axis == 0 else torch.vmap(self._gradient_one)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
-        self._before: tuple[Sequence[Tensor], tuple[Tensor, ...]] | None = None
+        self._flat_like: tuple[torch.Size, torch.dtype] | None = None
         self._tree: Any = None
         self._metric_names: tuple[str, ...] = ()
 
@@ -220,17 +220,18 @@ class Learner:
 
     def _before_chunks(self, state: LearnerState, chunks: list[Batch]) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
         """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and zeros if there are several."""
-        if self._before is None:
-            num_chunks = len(chunks) // self.config.num_minibatches
-            lead, device = state.healthy.shape, state.healthy.device
-            counters = torch.arange(num_chunks, device=device).expand(*lead, -1).unbind(-1)
-            zeros = ()
-            if num_chunks > 1:
-                keys = torch.zeros(*lead, 3, dtype=torch.int64, device=device)
-                first = state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
-                zeros = (torch.zeros_like(self._gradient_eager(*first, ())),)
-            self._before = counters, zeros
-        return self._before
+        num_chunks = len(chunks) // self.config.num_minibatches
+        lead, device = state.healthy.shape, state.healthy.device
+        counters = torch.arange(num_chunks, device=device).expand(*lead, -1).unbind(-1)
+        if num_chunks == 1:
+            return counters, ()
+        if self._flat_like is None:
+            keys = torch.zeros(*lead, 3, dtype=torch.int64, device=device)
+            first = state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
+            flat = self._gradient_eager(*first, ())
+            self._flat_like = flat.shape, flat.dtype
+        shape, dtype = self._flat_like
+        return counters, (torch.zeros(shape, dtype=dtype, device=device),)
 
     def _named(self, metrics: Tensor) -> dict[str, Tensor]:
         """The metrics of `_apply_one` by name."""
@@ -421,12 +422,12 @@ class Learner:
             own, metrics = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
             gradients |= own
         self._metric_names = tuple(metrics)
-        flat = torch.cat([self.flat(gradients), _padded(torch.stack([*metrics.values()]))])
+        flat = torch.cat([self.flat(gradients), _padded(torch.stack([x.reshape(()) for x in metrics.values()]))])
         return total[0] + flat if total else flat
 
     def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, Tensor]:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
-        c, sizes = self.config, [x.numel() for x in state.mu.values()]
+        c, sizes = self.config, [state.mu[group].numel() for group in self._groups]
         *gradients, of_loss = flat.split([*sizes, flat.numel() - sum(sizes)])
         healthy = state.healthy & flat.isfinite().all()
         step = state.num_steps + 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchpod.cpu_calls import Call, Calls
 from torchpod.inductor import RECORDING, RecordedCall, Signature
-from torchpod.trees import reader, writer
+from torchpod.trees import outline, reader, writer
 
 
 class Recorded:
@@ -63,6 +63,8 @@ class _Plan(Signature):
 
     def __init__(self, args: tuple[Any, ...], recorded: Sequence[RecordedCall], result: Any) -> None:
         super().__init__(args)
+        self._outline = outline(args)
+        self._outlined = self._outline(args)
         numbers = {id(x): i for i, x in enumerate(self._leaves(args))}
         num_given = num_named = len(numbers)
         calls = []
@@ -75,6 +77,11 @@ class _Plan(Signature):
             num_named += len(outputs)
         results = [numbers[id(x)] for x in reader(result)(result)]
         self._calls, self._write = Calls(calls, num_given, results), writer(result)
+
+    def read(self, args: tuple[Any, ...]) -> list[Tensor] | None:
+        """See `Signature`; trees that have more in them, or other constants, are others."""
+        inputs = super().read(args)
+        return None if inputs is None or self._outline(args) != self._outlined else inputs
 
     def run(self, inputs: list[Tensor]) -> Any:
         """The result."""

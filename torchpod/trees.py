@@ -19,6 +19,11 @@ def reader(example: Any) -> Callable[[Any], tuple[Tensor, ...]]:
     return _code(f"lambda tree: ({''.join(f'tree{path}, ' for path in paths(example))})")
 
 
+def outline(example: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Of any tree that `reader(example)` reads: the lengths of its containers, and its constants."""
+    return _code(f"lambda tree: ({''.join(f'{part}, ' for part in _outline(example, 'tree'))})")
+
+
 def writer(example: Any) -> Callable[[Sequence[Tensor]], Any]:
     """A tree like `example`, of NamedTuples, tuples, lists and dicts, of other tensors, and of the same constants."""
     constants: list[Any] = []
@@ -39,6 +44,20 @@ def stack(trees: Iterable[Any]) -> Any:
 @functools.cache
 def _code(source: str) -> Callable[..., Any]:
     return eval(source)
+
+
+def _outline(tree: Any, path: str) -> list[str]:
+    if isinstance(tree, Tensor):
+        return []
+    if isinstance(tree, dict):
+        children = [(value, f"{path}[{key!r}]") for key, value in tree.items()]
+    elif fields := getattr(tree, "_fields", ()):
+        return [part for name in fields for part in _outline(getattr(tree, name), f"{path}.{name}")]
+    elif isinstance(tree, (list, tuple)):
+        children = [(value, f"{path}[{i}]") for i, value in enumerate(tree)]
+    else:
+        return [path]
+    return [f"len({path})", *(part for value, at in children for part in _outline(value, at))]
 
 
 def _source(tree: Any, indices: Any, constants: list[Any]) -> str:

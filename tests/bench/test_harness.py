@@ -49,6 +49,15 @@ def test_sides_take_turns_on_one_core_and_only_the_first_round_compiles_cold(tmp
     assert rows["ppo_cartpole/64"]["threads"]["jax"]["cores"] == 1
 
 
+def test_some_rows_alone(tmp_path, fake):
+    cases = [Case(64), Case(4), Case(64, env="minatar_breakout")]
+    _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_cartpole")
+    assert document["only"] == "ppo_cartpole"
+    assert [row["name"] for row in document["rows"] if row["unit"] != "s"] == ["ppo_cartpole/64", "ppo_cartpole/4"]
+    with pytest.raises(ValueError, match="--only ppo_kartpole is no row of anakin; .*ppo_cartpole/64"):
+        run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_kartpole")
+
+
 def test_cores_are_part_of_a_case(tmp_path, fake, monkeypatch):
     cases = [Case(64, env="minatar_breakout"), Case(64, cores=2)]
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases)
