@@ -3,7 +3,7 @@ import time
 
 import torch
 
-from torchpod import inductor
+from torchpod import cpu_memory, inductor
 from torchpod.compile import Compiler
 
 
@@ -102,3 +102,10 @@ def test_a_result_that_is_a_table_is_new_in_every_call():
     first = compiled(torch.zeros(1))[1]
     first.add_(100)
     assert compiled(torch.zeros(1))[1].tolist() == [0, 2, 4, 6]
+
+
+def test_a_machine_with_a_gpu_needs_no_compiler_of_cpp(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu_memory, "install", lambda: 1 / 0)
+    assert Compiler(True).enabled
