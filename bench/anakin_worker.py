@@ -64,16 +64,21 @@ class Clock(Compiler):
         return _Timed(compiled, self.seconds.setdefault(fn.__qualname__, []))
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Compiler`: what happens in it is not told apart."""
+        """See `Compiler`. What is one call keeps the time of that; else its parts keep theirs."""
         recorded, seconds = super().recorded(fn), self.seconds.setdefault(fn.__qualname__, [])
 
         def timed(*args: Any) -> Any:
-            began = time.perf_counter()
+            before, began = self._num_calls(), time.perf_counter()
             result = recorded(*args)
-            seconds.append(time.perf_counter() - began)
+            elapsed = time.perf_counter() - began
+            if self._num_calls() == before:
+                seconds.append(elapsed)
             return result
 
         return timed
+
+    def _num_calls(self) -> int:
+        return sum(map(len, self.seconds.values()))
 
     def table(self, wall_s: float) -> str:
         """Share, calls and microseconds per call of each function within the last `wall_s` seconds of calls."""

@@ -169,7 +169,9 @@ class Learner:
             keys_of_steps = loss_keys[counter + 1 : counter + 1 + self.config.num_minibatches]
             learning = state._replace(buffers=buffers)
             if sum_gradient is None:
-                stepped, metrics = self._steps(learning, chunks, keys_of_steps, *self._before_chunks(learning, chunks))
+                stepped, metrics = self._steps(
+                    learning, chunks, keys_of_steps, *self._before_chunks(learning, chunks, keys_of_steps[0])
+                )
             else:
                 stepped, metrics = self._steps_of(learning, chunks, keys_of_steps, sum_gradient=sum_gradient)
             state = stepped._replace(buffers=state.buffers)
@@ -218,7 +220,9 @@ class Learner:
             total = (self._gradient(params, buffers, targets, chunk, keys, counter, total),)
         return total[0]
 
-    def _before_chunks(self, state: LearnerState, chunks: list[Batch]) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+    def _before_chunks(
+        self, state: LearnerState, chunks: list[Batch], keys: Tensor
+    ) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
         """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and zeros if there are several."""
         num_chunks = len(chunks) // self.config.num_minibatches
         lead, device = state.healthy.shape, state.healthy.device
@@ -226,7 +230,6 @@ class Learner:
         if num_chunks == 1:
             return counters, ()
         if self._flat_like is None:
-            keys = torch.zeros(*lead, 3, dtype=torch.int64, device=device)
             first = state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
             flat = self._gradient_eager(*first, ())
             self._flat_like = flat.shape, flat.dtype
