@@ -1,7 +1,6 @@
 """Memory of tensors on a CPU: what is freed is given out again, is bounded, and is nobody else's."""
 
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -117,7 +116,6 @@ def test_threads_may_free_what_others_made(seed):
     assert memory().used <= before + 1024
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_process_may_fork_while_others_allocate():
     script = """
 import os, threading, torch

@@ -99,7 +99,7 @@ def count_rows(seed, length, size, num_minibatches, *, environments=None, recurr
     state, _ = learner.update(learner.init(*variables_of(agent)), part, keys)
     assert state.num_steps == epochs * num_minibatches
     valid = (trajectory.timestep.step_type[:-1] != LAST).flatten()
-    return learner.by_parameter(state.mu)["shares"], valid
+    return learner.groups.by_parameter(state.mu)["shares"], valid
 
 
 def decode(mu, num_minibatches, rows):
@@ -234,7 +234,7 @@ def test_standardised_columns_have_mean_0_and_std_1_over_valid_rows(seed):
     learner = Learner(agent, config, num_iterations=1)
     state, _ = learner.update(learner.init(*variables_of(agent)), trajectory, random.split(random.key(seed), size))
     valid = (trajectory.timestep.step_type[:-1] != LAST).flatten()
-    gradient = learner.by_parameter(state.mu)["shares"] * 2
+    gradient = learner.groups.by_parameter(state.mu)["shares"] * 2
     column = (gradient * valid.sum())[valid].double()  # gradient = column / number of rows
     assert abs(column.mean()) < 1e-5
     assert column.var(correction=0).sqrt().item() == pytest.approx(1, abs=1e-4)
@@ -308,13 +308,13 @@ def test_flat_vectors_hold_each_parameter_from_a_whole_cache_line_on(seed):
     agent = PPO(SPEC, PPOConfig(hidden=(4,)))
     learner = Learner(agent, LearnerConfig(), num_iterations=1)
     parts = {name: torch.randn(p.shape) for name, p in agent.named_parameters()}
-    flat, offset = learner.flat(parts), 0
+    flat, offset = learner.groups.flat(parts), 0
     for name, part in parts.items():
         assert torch.equal(flat[offset : offset + part.numel()], part.flatten()), name
         offset += part.numel() + -part.numel() % 16
     assert flat.shape == (offset,) == learner.init(*variables_of(agent)).mu["loss"].shape
-    assert_equal(learner.by_parameter({"loss": flat}), parts)
-    both = learner.flat({name: torch.stack([part, -part]) for name, part in parts.items()}, 1)
+    assert_equal(learner.groups.by_parameter({"loss": flat}), parts)
+    both = learner.groups.flat({name: torch.stack([part, -part]) for name, part in parts.items()}, 1)
     assert torch.equal(both, torch.stack([flat, -flat]))
 
 
@@ -327,9 +327,9 @@ def test_adam_corrects_the_bias_of_its_first_step(seed, beta):
     learner = Learner(agent, config, num_iterations=10**9)
     params, buffers = variables_of(agent)
     state = learner.init(params, buffers)
-    flat = learner.flat({k: torch.randn(p.shape) for k, p in params.items()})
+    flat = learner.groups.flat({k: torch.randn(p.shape) for k, p in params.items()})
     after, _ = learner._apply(state, flat)
-    moved = learner.flat({k: state.params[k] - after.params[k] for k in params})
+    moved = learner.groups.flat({k: state.params[k] - after.params[k] for k in params})
     torch.testing.assert_close(moved, 1e-3 * flat.sign(), rtol=2e-4, atol=1e-7)
 
 

@@ -150,20 +150,25 @@ def test_errors_leave_the_function_usable(seed, runs):
     assert runs == [1]
 
 
+def ppo(population=1, **learner):
+    """On 8 CartPoles, 16 steps at a time."""
+    return Anakin(
+        lambda: PPO(CartPole().spec, PPOConfig(hidden=(16,))),
+        CartPole(),
+        num_envs=8,
+        unroll_length=16,
+        num_iterations=5,
+        learner=LearnerConfig(**learner),
+        compiler=Compiler(True, population),
+    )
+
+
 @pytest.mark.parametrize(("population", "chunk_rows"), [(1, None), (1, 16), (2, 16)])
 def test_an_update_is_the_same_with_and_without(population, chunk_rows, seed, monkeypatch):
     def run(recorded):
         if not recorded:
             monkeypatch.setattr(Compiler, "recorded", lambda self, fn: fn)
-        anakin = Anakin(
-            lambda: PPO(CartPole().spec, PPOConfig(hidden=(16,))),
-            CartPole(),
-            num_envs=8,
-            unroll_length=16,
-            num_iterations=5,
-            learner=LearnerConfig(chunk_rows=chunk_rows),
-            compiler=Compiler(True, population),
-        )
+        anakin = ppo(population, chunk_rows=chunk_rows)
         state = anakin.init(seed)
         for _ in range(3):
             state, reports = anakin.iterate(state)
@@ -175,15 +180,7 @@ def test_an_update_is_the_same_with_and_without(population, chunk_rows, seed, mo
 
 
 def test_the_minibatches_of_an_epoch_are_one_call(seed, runs):
-    anakin = Anakin(
-        lambda: PPO(CartPole().spec, PPOConfig(hidden=(16,))),
-        CartPole(),
-        num_envs=8,
-        unroll_length=16,
-        num_iterations=5,
-        learner=LearnerConfig(num_epochs=2, num_minibatches=4, chunk_rows=16),
-        compiler=Compiler(True),
-    )
+    anakin = ppo(num_epochs=2, num_minibatches=4, chunk_rows=16)
     state = anakin.init(seed)
     for _ in range(2):
         runs.clear()

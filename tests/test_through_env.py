@@ -91,7 +91,7 @@ def test_the_gradient_equals_autograds_through_the_whole_unroll(seed, cls, env):
     learner, params, loss, gradient = setting(cls, env, seed)
     expected = torch.func.grad(lambda p: loss(p, grad=True))(params)
     flat, sums = gradient()
-    torch.testing.assert_close(flat, learner.flat(expected), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(flat, learner.groups.flat(expected), rtol=1e-10, atol=1e-12)
     assert 0 < sums["weight"] < T * B  # resets have no weight
 
 
@@ -99,7 +99,7 @@ def test_the_gradient_equals_autograds_through_the_whole_unroll(seed, cls, env):
 def test_the_gradient_with_respect_to_the_policy_equals_finite_differences_over_a_reset(seed, env):
     learner, params, loss, gradient = setting(APG, env, seed)
     flat, _ = gradient()
-    for name, own in learner.by_parameter({"loss": flat}).items():
+    for name, own in learner.groups.by_parameter({"loss": flat}).items():
         value, slopes = params[name], []
         for i in range(value.numel()):
             nudge = torch.zeros(value.numel(), dtype=torch.float64)

@@ -7,14 +7,13 @@ what it returned another 20. `Recorded` (recorded.py) has the minibatches of an 
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod.gxx import quicken
+from torchpod.gxx import library
 from torchpod.trees import paths, reader, writer
 
 _aoti = cast(Any, torch._C)._aoti
@@ -210,12 +209,8 @@ def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
 @functools.cache
 def _library() -> ctypes.PyDLL:
     """Compiled once per machine. Called with Python's lock held, which programs give away themselves."""
-    from torch._inductor.codecache import CppCodeCache
-
-    quicken()
-    source = (Path(__file__).parent / "cpu_calls.cpp").read_text()
-    library = ctypes.PyDLL(CppCodeCache.load(source)._name)
+    calls = ctypes.PyDLL(library("cpu_calls.cpp")._name)
     pointer, number, python = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
-    library.torchpod_call.argtypes = number, python, number, pointer, number, pointer, number, pointer
-    library.torchpod_call.restype = python
-    return library
+    calls.torchpod_call.argtypes = number, python, number, pointer, number, pointer, number, pointer
+    calls.torchpod_call.restype = python
+    return calls

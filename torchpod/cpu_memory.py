@@ -7,10 +7,9 @@ with 64.
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
-from torchpod.gxx import quicken
+from torchpod.gxx import library
 
 
 class Memory(NamedTuple):
@@ -39,7 +38,4 @@ def memory() -> Memory:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache
-
-    quicken()
-    return CppCodeCache.load((Path(__file__).parent / "cpu_memory.cpp").read_text(), extra_flags=("-lc10",))
+    return library("cpu_memory.cpp", "-lc10")

@@ -8,14 +8,13 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from torchpod.gxx import quicken
+from torchpod.gxx import library
 
 aten = torch.ops.aten
 
@@ -67,11 +66,7 @@ for _layers in NUM_LAYERS:
 @functools.cache
 def load() -> None:
     """Compiles the operators, once per machine, and loads them."""
-    from torch._inductor.codecache import CppCodeCache
-
-    quicken()
-    source = (Path(__file__).parent / "cpu_mlp.cpp").read_text()
-    CppCodeCache.load(source, extra_flags=("-fno-math-errno", "-ffp-contract=fast"))
+    library("cpu_mlp.cpp", "-fno-math-errno", "-ffp-contract=fast")
 
 
 class _Layer(NamedTuple):

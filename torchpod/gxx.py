@@ -1,5 +1,6 @@
-"""Quicker calls of g++ by inductor, which are most of the time to compile: see `quicken`."""
+"""g++: libraries of this package, and quicker calls of it by inductor, which are most of the time to compile."""
 
+import ctypes
 import functools
 import os
 import re
@@ -21,16 +22,29 @@ HEADERS = (
 """What inductor's programs for a CPU include."""
 
 
+def library(name: str, *flags: str) -> ctypes.CDLL:
+    """Compiles a C++ file of this package, once per compile cache, and loads it.
+
+    Args:
+      name: of the file.
+      flags: for g++, besides those of inductor's programs.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    quicken()
+    return CppCodeCache.load((Path(__file__).parent / name).read_text(), extra_flags=flags)
+
+
 @functools.cache
 def quicken() -> None:
     """Changes how inductor calls g++, for this process. Times are of one core and of PPO on CartPole, 7 programs.
 
-    - Programs share one precompiled header, with all that they include: inductor precompiles the first of `HEADERS`,
-      and each program then spends 2.5 of its 3.6 seconds on the others.
-    - That header is known by the versions of torch and compiler. Inductor preprocesses it in every process, 1 s, to
-      see whether it has changed.
-    - Whether the compiler knows what the processor can do is asked once, in 20 ms, instead of by building and loading
-      three libraries, 6 s.
+    - Programs share one precompiled header, with all that they include: inductor precompiles the first of `HEADERS`
+      alone, and each program then takes half a second more.
+    - That header is known by the versions of torch and compiler. Inductor preprocesses it in every process, 0.2 s,
+      to see whether it has changed.
+    - Whether the compiler knows what the processor can do is asked once, in a tenth of a second, instead of by
+      building and loading three libraries, 6 s, and from a full cache 0.7 s.
     """
     from torch._inductor import codecache
 

@@ -19,6 +19,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks, SplitError
+from torchpod.groups import Groups, padded
 from torchpod.nets import RunningMoments
 from torchpod.ops.moments import Moments, merge, sums_about
 from torchpod.trees import paths, reader, writer
@@ -57,7 +58,7 @@ class LearnerState(NamedTuple):
     """Target parameters; empty if the agent has none."""
     mu: Variables
     nu: Variables
-    """First and second moments of Adam: one flat vector per optimizer group (`Learner.by_parameter`)."""
+    """First and second moments of Adam: one flat vector per optimizer group (groups.py)."""
     learning_rate: dict[str, Tensor]
     """Per optimizer group, before annealing."""
     num_steps: Tensor
@@ -93,8 +94,7 @@ class Learner:
     ) -> None:
         self.agent, self.config, self.ranks = agent, config, ranks
         self.num_iterations = num_iterations
-        self._groups = _resolve_groups(agent)
-        self._shapes = {name: x.shape for name, x in agent.named_parameters()}
+        self.groups = Groups(agent)
         compiler = compiler or Compiler(enabled=False)
         self._axis = 0 if compiler.population == 1 else 1  # where the axes of one member begin
         self._prepare = compiler(self._prepare_one)
@@ -116,17 +116,17 @@ class Learner:
 
     def init(self, params: Variables, buffers: Variables) -> LearnerState:
         """The state before the first update, of one member."""
-        device = next(iter(params.values())).device
+        device, groups = next(iter(params.values())).device, self.groups.names
         rates = self.config.learning_rate
-        rates = rates if isinstance(rates, dict) else dict.fromkeys(self._groups, rates)
-        if set(rates) != set(self._groups):
+        rates = rates if isinstance(rates, dict) else dict.fromkeys(groups, rates)
+        if set(rates) != set(groups):
             raise ValueError(
-                f"learning_rate has entries {sorted(rates)}, the agent has optimizer groups {sorted(self._groups)}."
+                f"learning_rate has entries {sorted(rates)}, the agent has optimizer groups {sorted(groups)}."
             )
         for name in self.config.anneal:
             if name not in buffers:
                 raise ValueError(f"anneal={list(self.config.anneal)}: {name} is none of {sorted(buffers)}.")
-        moments = {group: params[names[0]].new_zeros(sum(self._sizes(group))) for group, names in self._groups.items()}
+        moments = {group: params[names[0]].new_zeros(sum(self.groups.sizes(group))) for group, names in groups.items()}
         return LearnerState(
             params=params,
             buffers=buffers,
@@ -238,7 +238,7 @@ class Learner:
 
     def _named(self, metrics: Tensor) -> dict[str, Tensor]:
         """The metrics of `_apply_one` by name."""
-        norms = ["grad_norm"] if len(self._groups) == 1 else [f"grad_norm/{group}" for group in self._groups]
+        norms = ["grad_norm"] if len(self.groups.names) == 1 else [f"grad_norm/{group}" for group in self.groups.names]
         return dict(zip((*self._metric_names, "healthy", *norms), metrics.unbind(-1), strict=True))
 
     def apply_sum(
@@ -268,26 +268,9 @@ class Learner:
         target = bind(self.agent, targets | buffers) if targets else None
         out = bind(self.agent, params | buffers).loss(batch, keys, target)
         losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
-        if set(losses) != set(self._groups):
-            raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self._groups)}.")
+        if set(losses) != set(self.groups.names):
+            raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self.groups.names)}.")
         return losses, {name: x.detach() for name, x in {**out.metrics, **losses}.items()}
-
-    def by_parameter(self, vectors: Variables) -> Variables:
-        """Of a flat vector per optimizer group, as `LearnerState.mu` has them, the part of each parameter."""
-        parts: Variables = {}
-        for group, names in self._groups.items():
-            for name, part in zip(names, vectors[group].split(self._sizes(group)), strict=True):
-                shape = self._shapes[name]
-                parts[name] = part[: shape.numel()].view(shape)
-        return parts
-
-    def flat(self, parts: Variables, num_leading: int = 0) -> Tensor:
-        """The other way around: group by group, behind so many leading axes."""
-        return torch.cat([_padded(parts[x], num_leading) for names in self._groups.values() for x in names], -1)
-
-    def _sizes(self, group: str) -> list[int]:
-        """What each parameter takes of the group's flat vectors."""
-        return [_up(self._shapes[name].numel()) for name in self._groups[group]]
 
     def _remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""
@@ -416,7 +399,7 @@ class Learner:
         keys = random.fold_in(keys, index)  # compiles to nothing where a loss draws nothing
         gradients: Variables = {}
         metrics: dict[str, Tensor] = {}
-        for group, names in self._groups.items():
+        for group, names in self.groups.names.items():
 
             def loss_of(own: Variables, group: str = group) -> tuple[Tensor, dict[str, Tensor]]:
                 losses, metrics = self.losses(params | own, buffers, targets, batch, keys)
@@ -425,12 +408,12 @@ class Learner:
             own, metrics = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
             gradients |= own
         self._metric_names = tuple(metrics)
-        flat = torch.cat([self.flat(gradients), _padded(torch.stack([x.reshape(()) for x in metrics.values()]))])
+        flat = torch.cat([self.groups.flat(gradients), padded(torch.stack([x.reshape(()) for x in metrics.values()]))])
         return total[0] + flat if total else flat
 
     def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, Tensor]:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
-        c, sizes = self.config, [state.mu[group].numel() for group in self._groups]
+        c, sizes = self.config, [state.mu[group].numel() for group in self.groups.names]
         *gradients, of_loss = flat.split([*sizes, flat.numel() - sum(sizes)])
         healthy = state.healthy & flat.isfinite().all()
         step = state.num_steps + 1
@@ -438,7 +421,7 @@ class Learner:
         # 1 - beta^step, which in float32 would lose four digits of beta2 at the first step
         correct1, correct2 = (-torch.expm1(step * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
         mu, nu, steps, norms = {}, {}, {}, []
-        for group, gradient in zip(self._groups, gradients, strict=True):
+        for group, gradient in zip(self.groups.names, gradients, strict=True):
             # 1e-30 keeps square roots differentiable at 0, for gradients through updates
             norm = (gradient.square().sum() + 1e-30).sqrt()
             scale = (c.max_grad_norm / norm).clamp(max=1.0)
@@ -451,7 +434,7 @@ class Learner:
             mu[group] = torch.where(healthy, torch.lerp(gradient, state.mu[group], c.beta1), state.mu[group])
             nu[group] = torch.where(healthy, torch.lerp(gradient * gradient, state.nu[group], c.beta2), state.nu[group])
             steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
-        params = {name: state.params[name] - step for name, step in self.by_parameter(steps).items()}
+        params = {name: state.params[name] - step for name, step in self.groups.by_parameter(steps).items()}
         targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}
         changed = {"params": params, "targets": targets, "num_steps": step}
         kept = {
@@ -474,31 +457,3 @@ class Learner:
             for field, value in new._asdict().items():
                 buffers[f"{name}.{field}"] = torch.where(state.healthy, value, buffers[f"{name}.{field}"])
         return state._replace(buffers=buffers)
-
-
-def _up(size: int) -> int:
-    """The next multiple of 16 numbers, 64 bytes: parts of flat vectors begin with a cache line.
-
-    Adam takes 390 us for a population of 16 with 9,155 parameters each; where they begin anywhere, 530 us.
-    """
-    return (size + 15) // 16 * 16
-
-
-def _padded(x: Tensor, num_leading: int = 0) -> Tensor:
-    """Flat behind the leading axes, and zeros up to a whole number of cache lines."""
-    x = x.reshape(*x.shape[:num_leading], -1)
-    return torch.nn.functional.pad(x, (0, _up(x.shape[-1]) - x.shape[-1]))
-
-
-def _resolve_groups(agent: Agent) -> dict[str, list[str]]:
-    """Parameter names per optimizer group; each parameter belongs to exactly one."""
-    groups: dict[str, list[str]] = {group: [] for group in agent.optimizer_groups()}
-    for name, _ in agent.named_parameters():
-        owners = [g for g, prefixes in agent.optimizer_groups().items() if name.startswith(tuple(prefixes))]
-        if len(owners) != 1:
-            raise ValueError(
-                f"parameter {name} belongs to optimizer groups {owners}; optimizer_groups() must put every parameter "
-                "in exactly one."
-            )
-        groups[owners[0]].append(name)
-    return groups

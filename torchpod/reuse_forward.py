@@ -104,7 +104,7 @@ class ReuseForward:
         (own, d_forward), metrics = torch.func.grad(loss_of, argnums=(0, 1), has_aux=True)(
             params, batch.steps["forward"]
         )
-        return self.learner.flat(own), d_forward, metrics
+        return self.learner.groups.flat(own), d_forward, metrics
 
 
 class KeptSteps:
@@ -142,7 +142,7 @@ class KeptSteps:
         for pull_back, d_step in zip(reversed(self._pull_backs), reversed(d_steps), strict=True):
             d_params, d_state = pull_back((d_step, d_state))
             total = {name: total[name] + x for name, x in d_params.items()} if total else d_params
-        pulled = self._reuse.learner.flat(total, self._axis)
+        pulled = self._reuse.learner.groups.flat(total, self._axis)
         return torch.cat([own + pulled, torch.stack([*metrics.values()], -1)], -1), tuple(metrics)
 
     def _by_step(self, rows: Tensor) -> tuple[Tensor, ...]:

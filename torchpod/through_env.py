@@ -152,7 +152,7 @@ class ThroughEnv:
 
         parts = _floats(trajectory.timestep), _floats(trajectory.output), _floats(trajectory.last_actor_state)
         (d_params, d_parts), sums = torch.func.grad(loss_of, argnums=(0, 1), has_aux=True)(params, parts)
-        return self.learner.flat(d_params), *d_parts, sums
+        return self.learner.groups.flat(d_params), *d_parts, sums
 
     def _pull_back_one(
         self,
@@ -187,7 +187,7 @@ class ThroughEnv:
         _, pull_back, *_ = torch.func.vjp(forward, params, _parts(carry))
         d_params, (d_env_state, d_before, d_actor_state) = pull_back((d_after, d_output))
         d_before = [a + b for a, b in zip(d_before, d_timestep, strict=True)]
-        return total + self.learner.flat(d_params), (d_env_state, d_before, d_actor_state)
+        return total + self.learner.groups.flat(d_params), (d_env_state, d_before, d_actor_state)
 
 
 def _floats(tree: Tree) -> Floats:

@@ -187,7 +187,7 @@ def test_the_learner_follows_the_gradient_of_the_loss(seed, cls, spec):
     loss = agent.loss(Batch(steps), keys[0], None).loss
     names, leaves = zip(*agent.named_parameters(), strict=True)
     for name, gradient in zip(names, torch.autograd.grad(loss, leaves), strict=True):
-        torch.testing.assert_close(learner.by_parameter(state.mu)[name] / 0.1, gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(learner.groups.by_parameter(state.mu)[name] / 0.1, gradient, rtol=1e-4, atol=1e-6)
         assert (gradient != 0).any()
     torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=1e-5, atol=1e-6)
 

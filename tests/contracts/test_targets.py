@@ -93,7 +93,7 @@ def test_the_loss_uses_the_target_network_and_sends_it_no_gradient(seed):
     assert metrics["goal"] - value > 5  # 8 on average, and 1 if the parameters were their own target
     assert metrics["grad_norm"] > 0.5  # and so the gradient is clipped to that
     gradient = 2 * (value - metrics["goal"]) * 0.5 / metrics["grad_norm"]
-    torch.testing.assert_close(learner.by_parameter(new.mu)["net.bias"][0] / 0.1, gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(learner.groups.by_parameter(new.mu)["net.bias"][0] / 0.1, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_same_keys_give_the_same_loss_and_others_another(seed):
