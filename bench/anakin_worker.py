@@ -1,45 +1,56 @@
-"""The torch side of the `anakin` suite: one case, one JSON line, as bench/peers/jax_ppo.py prints it.
+"""The torch side of the suites `anakin` and `gpu`: one case, one JSON line, as bench/peers/jax_ppo.py prints it.
 
 taskset -c 0 python -m torchpod.bench.anakin_worker --num-envs 1024 --iterations 2 --repeats 3 --mode update
+
+With `--rounds N` it compiles, captures (`--device cuda`) and warms up, prints a line, and then measures once for each
+line that it reads; at the end it prints `Details` (served.py).
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
+from torchpod.bench.clock import Clock
 from torchpod.bench.harness import Measurement
+from torchpod.bench.kernels import kernels, profiled
 from torchpod.compile import Compiler
-from torchpod.cpu_calls import Unroll
 from torchpod.env import TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.envs.minatar.breakout import Breakout
 from torchpod.graph import Replay
-from torchpod.inductor import Compiled
 from torchpod.learner import LearnerConfig
-from torchpod.types import FIRST, LAST
+from torchpod.specs import Box, Discrete
+from torchpod.types import FIRST, LAST, Tree
 
 MODES = ("env_only", "policy", "update")
 UNROLL_LENGTH = 128
 
 
 class Work(NamedTuple):
-    """An environment, and PPO's settings for it: those of jax_ppo.py."""
+    """An environment, and the settings for it: those of jax_ppo.py."""
 
     env: TensorEnv
-    agent: PPOConfig = PPOConfig()
+    config: PPOConfig = PPOConfig()
     learner: LearnerConfig = LearnerConfig()
+    agent: type[PPO] = PPO
+    unroll_length: int = UNROLL_LENGTH
 
 
 def minatar_breakout() -> Work:
@@ -48,80 +59,179 @@ def minatar_breakout() -> Work:
     return Work(Breakout(), agent, LearnerConfig(num_minibatches=8, learning_rate=5e-3))
 
 
-WORK = {"cartpole": lambda: Work(CartPole()), "minatar_breakout": minatar_breakout}
+def grid_world() -> Work:
+    """A small room, a small network and one gradient step per unroll, as in the paper of the Podracers."""
+    env = GridWorld(
+        walls=["....."] * 5,
+        objects=[{"reward": 1.0, "termination": 0.0, "respawn": 0.1}],
+        max_episode_steps=100,
+        lifetime_seed=0,
+    )
+    learner = LearnerConfig(num_epochs=1, num_minibatches=1, learning_rate=7e-4)
+    return Work(env, A2CConfig(hidden=(32, 32)), learner, A2C, unroll_length=32)
 
 
-class Clock(Compiler):
-    """A compiler whose functions keep the time of their calls: where an iteration goes."""
-
-    def __init__(self, enabled: bool, population: int = 1) -> None:
-        super().__init__(enabled, population)
-        self.seconds: dict[str, list[float]] = {}
-
-    def __call__(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """See `Compiler`."""
-        compiled = super().__call__(fn, **options)
-        return _Timed(compiled, self.seconds.setdefault(fn.__qualname__, []))
-
-    def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Compiler`. What is one call keeps the time of that; else its parts keep theirs."""
-        recorded, seconds = super().recorded(fn), self.seconds.setdefault(fn.__qualname__, [])
-
-        def timed(*args: Any) -> Any:
-            before, began = self._num_calls(), time.perf_counter()
-            result = recorded(*args)
-            elapsed = time.perf_counter() - began
-            if self._num_calls() == before:
-                seconds.append(elapsed)
-            return result
-
-        return timed
-
-    def _num_calls(self) -> int:
-        return sum(map(len, self.seconds.values()))
-
-    def table(self, wall_s: float) -> str:
-        """Share, calls and microseconds per call of each function within the last `wall_s` seconds of calls."""
-        lines, rest = [], wall_s
-        for name, all_calls in sorted(self.seconds.items(), key=lambda item: -sum(item[1])):
-            total = sum(all_calls)
-            rest -= total
-            if all_calls:
-                lines.append(
-                    f"{total / wall_s:6.1%} {len(all_calls):7d} x {1e6 * total / len(all_calls):9.1f} us  {name}"
-                )
-        return "\n".join([*lines, f"{rest / wall_s:6.1%} between the calls"])
+WORK = {
+    "cartpole": lambda: Work(CartPole()),
+    "pendulum": lambda: Work(Pendulum()),
+    "minatar_breakout": minatar_breakout,
+    "grid_world": grid_world,
+}
 
 
-class _Timed(Compiled):
-    """A compiled function that keeps the time of its calls, and of unrolls as if they were one."""
+Program = Callable[[RunState], tuple[RunState, Tensor]]
+"""(state) -> (state, `[4]` sums over the iteration's episodes: their number, returns, lengths; and transitions)."""
 
-    def __init__(self, compiled: Callable[..., Any], seconds: list[float]) -> None:
-        self._compiled, self._seconds = compiled, seconds
 
-    def __call__(self, *args: Any) -> Any:
+class Details(TypedDict):
+    """What is found out about one iteration when all measurements are over."""
+
+    capture_s: float
+    """Of the CUDA graph alone; 0 on a CPU."""
+    kernels: int
+    """Kernels, copies and fills of one replay, by the profiler; 0 on a CPU."""
+    iteration_s: float
+    """Median over the timed calls."""
+    env_s: float
+    """T steps of the environments alone, with random actions, observations made; captured on a GPU."""
+    layers: list[tuple[int, int]]
+    """Inputs and outputs of each linear layer."""
+    observation_size: int
+    """Numbers in an observation."""
+    state_bytes: float
+    """What one environment carries from step to step."""
+
+
+class Prepared:
+    """A compiled, captured and warm program: measured as often as one likes.
+
+    Args:
+      anakin: the program.
+      mode: one of `MODES`.
+      iterations: within one timed call.
+      warmup_calls: before the first timed one.
+      seed: of parameters and environments.
+      compiler: of what the program does not compile itself; None for a plain one.
+      threads: of torch.
+      capture: as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        anakin: Anakin,
+        mode: str,
+        iterations: int,
+        *,
+        warmup_calls: int = 1,
+        seed: int = 0,
+        compiler: Compiler | None = None,
+        threads: int = 1,
+        capture: bool = False,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._anakin, self._mode, self._iterations = anakin, mode, iterations
+        self._compiler, self._capture = compiler or Compiler(True), capture
+        self._state, self._env_replay, self._wall_s = anakin.init(seed), None, []
         began = time.perf_counter()
-        result = self._compiled(*args)
-        self._seconds.append(time.perf_counter() - began)
-        return result
+        self._replay = self._captured(PROGRAMS[mode](anakin, self._compiler), self._state)
+        self._call()
+        self._first_s = time.perf_counter() - began
+        for _ in range(warmup_calls - 1):
+            self._call()
 
-    def loop(self, args: tuple[Any, ...]) -> Any:
-        looped = self._compiled.loop(args) if isinstance(self._compiled, Compiled) else None
-        if looped is None:
-            return None
-        loop, inputs = looped
-        return _TimedLoop(loop, self._seconds), inputs
+    def measure(self, repeats: int) -> Measurement:
+        """Times `repeats` calls.
+
+        Returns:
+          The measurement; `compile_s` is everything from the built agent to the end of the first call, less the capture
+          and the time of a later call.
+        """
+        anakin, config, on_gpu = self._anakin, self._anakin.learner.config, self._anakin.device.type == "cuda"
+        wall_s, cpu_s, sums = [], [], []
+        for _ in range(repeats):
+            wall, cpu = time.perf_counter(), time.process_time()
+            sums.append(self._call())
+            wall_s.append(time.perf_counter() - wall)
+            cpu_s.append(time.process_time() - cpu)
+        self._wall_s += wall_s
+        env_steps = [x[3] for x in sums]
+        rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
+        count, total_return = sums[-1][:2]
+        cuda = {"cuda": str(torch.version.cuda)} if on_gpu else {}
+        return {
+            "framework": "torchpod",
+            "mode": self._mode,
+            "num_envs": anakin.num_envs,
+            "unroll_length": anakin.unroll_length,
+            "epochs": config.num_epochs,
+            "minibatches": config.num_minibatches,
+            "batch_rows": anakin.unroll_length * anakin.num_envs,
+            "param_count": sum(p.numel() for p in anakin.agent.parameters()),
+            "dtype": "float32",
+            "device": anakin.device.type,
+            "tf32": on_gpu and torch.get_float32_matmul_precision() == "high",
+            "memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+            "iterations": self._iterations,
+            "total_iterations": anakin.num_iterations,
+            "population": anakin.population,
+            "compile_s": self._first_s - self._replay.capture_s - min(self._wall_s),
+            "env_steps": env_steps,
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+            "episode_return": total_return / count if count else None,
+            "episodes": int(count),
+            "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()} | cuda,
+        }
+
+    def prepare_env(self) -> None:
+        """Compiles and captures the steps of the environments alone, for `details`."""
+        self._env_replay = self._captured(env_only(self._anakin, self._compiler, observe=True), self._state)
+        self._env_replay().tolist()  # waits for it
+
+    def details(self, repeats: int = 5) -> Details:
+        """To be called after the last measurement, for a GPU that was profiled may be slower afterwards."""
+        assert self._env_replay is not None, "prepare_env comes first"
+        env_s = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self._env_replay().tolist()
+            env_s.append(time.perf_counter() - began)
+        linear = [module for module in self._anakin.agent.modules() if isinstance(module, nn.Linear)]
+        num_envs, carry = self._anakin.num_envs, self._state.carry
+        return {
+            "capture_s": self._replay.capture_s,
+            "kernels": len(kernels(profiled(self._replay))),
+            "iteration_s": statistics.median(self._wall_s) / self._iterations,
+            "env_s": statistics.median(env_s),
+            "layers": [(module.in_features, module.out_features) for module in linear],
+            "observation_size": sum(x.numel() for x in pytree.tree_leaves(carry.timestep.observation)) // num_envs,
+            "state_bytes": sum(x.nbytes for x in pytree.tree_leaves(carry.env_state)) / num_envs,
+        }
+
+    def _captured(self, program: Program, state: RunState) -> Replay:
+        return Replay(program, state, capture=self._capture)
+
+    def _call(self) -> list[float]:
+        """All iterations of one timed call; the sums over their episodes (their copy to the host waits for them)."""
+        sums = [self._replay().clone() for _ in range(self._iterations)]
+        return torch.stack(sums).reshape(-1, 4).sum(0).tolist()
 
 
-class _TimedLoop(NamedTuple):
-    loop: Unroll
-    seconds: list[float]
-
-    def run(self, *args: Any) -> Any:
-        began = time.perf_counter()
-        result = self.loop.run(*args)
-        self.seconds.append(time.perf_counter() - began)
-        return result
+def build(env: str, num_envs: int, num_iterations: int, *, compiler: Compiler, device: str = "cpu") -> Anakin:
+    """The program for one of `WORK`."""
+    work = WORK[env]()
+    return Anakin(
+        lambda: work.agent(work.env.spec, work.config),
+        work.env,
+        num_envs=num_envs,
+        unroll_length=work.unroll_length,
+        learner=work.learner,
+        num_iterations=num_iterations,
+        compiler=compiler,
+        device=device,
+    )
 
 
 def measure(
@@ -150,19 +260,8 @@ def measure(
       threads: of torch.
       env: one of `WORK`.
     """
-    if mode == "env_only" and env != "cartpole":
-        raise ValueError(f"env_only counts CartPole's rewards and draws its actions; {env} has a row in suite envs.")
-    work = WORK[env]()
     warmup_calls = max(1, -(-warmup // iterations))
-    anakin = Anakin(
-        lambda: PPO(work.env.spec, work.agent),
-        work.env,
-        num_envs=num_envs,
-        unroll_length=UNROLL_LENGTH,
-        learner=work.learner,
-        num_iterations=iterations * (warmup_calls + repeats),
-        compiler=compiler or Compiler(True),
-    )
+    anakin = build(env, num_envs, iterations * (warmup_calls + repeats), compiler=compiler or Compiler(True))
     measured = timed(
         anakin, mode, iterations, repeats, warmup_calls=warmup_calls, seed=seed, compiler=compiler, threads=threads
     )
@@ -179,110 +278,83 @@ def timed(
     seed: int = 0,
     compiler: Compiler | None = None,
     threads: int = 1,
+    capture: bool = False,
 ) -> Measurement:
-    """As `measure`, of any program.
-
-    Returns:
-      The measurement; `compile_s` is everything from the built agent to the end of the first call, less the time of
-      a later call.
-    """
-    torch.set_num_threads(threads)
-    config, state = anakin.learner.config, anakin.init(seed)
-    call = CALLS[mode](anakin, state)
-    wall_s, cpu_s, episodes = [], [], []
-    began, first_s = time.perf_counter(), 0.0
-    for i in range(warmup_calls + repeats):
-        if i == warmup_calls and isinstance(compiler, Clock):
-            for seconds in compiler.seconds.values():
-                seconds.clear()
-        wall, cpu = time.perf_counter(), time.process_time()
-        sums = torch.stack([call() for _ in range(iterations)]).reshape(-1, 4).sum(0).tolist()
-        wall_s.append(time.perf_counter() - wall)
-        cpu_s.append(time.process_time() - cpu)
-        episodes.append(sums)
-        if i == 0:
-            first_s = time.perf_counter() - began
-    compile_s = first_s - min(wall_s[1:])
-    wall_s, cpu_s = wall_s[warmup_calls:], cpu_s[warmup_calls:]
-    env_steps = [sums[3] for sums in episodes[warmup_calls:]]
-    rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
-    count, total_return = episodes[-1][:2]
-    return {
-        "framework": "torchpod",
-        "mode": mode,
-        "num_envs": anakin.num_envs,
-        "unroll_length": anakin.unroll_length,
-        "epochs": config.num_epochs,
-        "minibatches": config.num_minibatches,
-        "batch_rows": anakin.unroll_length * anakin.num_envs,
-        "param_count": sum(p.numel() for p in anakin.agent.parameters()),
-        "dtype": "float32",
-        "iterations": iterations,
-        "total_iterations": anakin.num_iterations,
-        "population": anakin.population,
-        "compile_s": compile_s,
-        "env_steps": env_steps,
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
-        "episode_return": total_return / count if count else None,
-        "episodes": int(count),
-        "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-    }
+    """As `measure`, of any program; on a GPU as CUDA graphs, with `capture`."""
+    options = {"warmup_calls": warmup_calls, "seed": seed, "compiler": compiler, "threads": threads}
+    prepared = Prepared(anakin, mode, iterations, **options, capture=capture)
+    if isinstance(compiler, Clock):
+        for seconds in compiler.seconds.values():
+            seconds.clear()
+    return prepared.measure(repeats)
 
 
-def update_call(anakin: Anakin, state: RunState) -> Callable[[], Tensor]:
-    """All of PPO; the call returns the episode sums of an iteration."""
-    replay: list[Replay] = []
+def update(anakin: Anakin, compiler: Compiler) -> Program:
+    """All of PPO."""
 
-    def call() -> Tensor:
-        if not replay:  # compiles, so it belongs into the first call
-            replay.append(Replay(anakin.iterate, state, capture=False))
-        return replay[0]()["episodes"].clone()
+    def iterate(state: RunState) -> tuple[RunState, Tensor]:
+        state, metrics = anakin.iterate(state)
+        return state, metrics["episodes"]
 
-    return call
+    return iterate
 
 
-def policy_call(anakin: Anakin, state: RunState) -> Callable[[], Tensor]:
+def policy(anakin: Anakin, compiler: Compiler) -> Program:
     """Environment and policy: the rollout with its stored trajectory."""
-    carry = state.carry
 
-    def call() -> Tensor:
-        nonlocal carry
-        carry, trajectory = anakin.rollout(state._replace(carry=carry))
+    def iterate(state: RunState) -> tuple[RunState, Tensor]:
+        carry, trajectory = anakin.rollout(state)
         step_type = trajectory.timestep.step_type[1:]
-        zero = torch.zeros((), dtype=torch.int64)
-        return torch.stack([(step_type == LAST).sum(), zero, zero, (step_type != FIRST).sum()]).double()
+        last = (step_type == LAST).sum()
+        zero = torch.zeros_like(last)
+        return state._replace(carry=carry), torch.stack([last, zero, zero, (step_type != FIRST).sum()]).double()
 
-    return call
+    return iterate
 
 
-def env_only_call(anakin: Anakin, state: RunState) -> Callable[[], Tensor]:
-    """The environment with random actions, nothing stored."""
+def env_only(anakin: Anakin, compiler: Compiler, *, observe: bool = False) -> Program:
+    """The environment with random actions, nothing stored; `observe`: every step makes its observation."""
+    spec = anakin.env.spec.action
 
-    def step(env_state: Any, count: Tensor, env_keys: Tensor, actor_keys: Tensor) -> tuple[Any, Tensor, Tensor]:
+    def draw(keys: Tensor) -> Tensor:
+        if isinstance(spec, Discrete):
+            return random.to_integer(random.bits(keys, 1)[:, 0], spec.num_values)
+        assert isinstance(spec, Box)
+        return random.uniform(keys, math.prod(spec.shape), spec.low, spec.high)
+
+    def step(env_state: Tree, count: Tensor, sums: Tensor, env_keys: Tensor, actor_keys: Tensor) -> Tree:
         count = count + 1
-        action = random.bits(random.at(actor_keys, count), 1)[:, 0] & 1
-        env_state, timestep = anakin.env.step(env_state, action, random.at(env_keys, count))
-        return env_state, count, timestep.reward.sum()
+        env_state, timestep = anakin.env.step(env_state, draw(random.at(actor_keys, count)), random.at(env_keys, count))
+        moved = (timestep.step_type != FIRST).sum()
+        sums = sums + torch.stack([timestep.reward.sum(), moved.float()]).double()
+        result = env_state, count, sums, timestep.observation if observe else ()
+        return pytree.tree_map(lambda x: x.contiguous(), result)
 
-    compiled = Compiler(True)(step)
-    env_state, count = state.carry.env_state, state.carry.step
+    compiled = compiler(step)
 
-    def call() -> Tensor:
-        nonlocal env_state, count
-        total = torch.zeros(())
-        for _ in range(UNROLL_LENGTH):
-            env_state, count, reward = compiled(env_state, count, state.env_keys, state.actor_keys)
-            total = total + reward
-        zero = torch.zeros(())
-        return torch.stack([zero, total, zero, total]).double()  # every step but a reset has reward 1
+    def iterate(state: RunState) -> tuple[RunState, Tensor]:
+        env_state, count = state.carry.env_state, state.carry.step
+        sums = torch.zeros(2, dtype=torch.float64, device=count.device)
+        for _ in range(anakin.unroll_length):
+            env_state, count, sums, _ = compiled(env_state, count, sums, state.env_keys, state.actor_keys)
+        total, moved = sums.unbind()
+        zero = torch.zeros_like(total)
+        carry = state.carry._replace(env_state=env_state, step=count)
+        return state._replace(carry=carry), torch.stack([zero, total, zero, moved])
 
-    return call
+    return iterate
 
 
-CALLS = {"env_only": env_only_call, "policy": policy_call, "update": update_call}
+PROGRAMS = {"env_only": env_only, "policy": policy, "update": update}
+
+
+def serve(prepared: Prepared, env: str, repeats: int) -> None:
+    """Says that it is ready, measures once for each line on stdin, and ends with `Details`."""
+    prepared.prepare_env()
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps({**prepared.measure(repeats), "env": env}), flush=True)
+    print(json.dumps({"details": prepared.details()}), flush=True)
 
 
 def main() -> None:
@@ -292,26 +364,29 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, default=1024)
     parser.add_argument("--iterations", type=int, default=2, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
+    parser.add_argument("--rounds", type=int, help="measure so often, whenever a line comes in")
     parser.add_argument("--mode", choices=MODES, default="update")
     parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--population", type=int, default=1, help="members, aggregate rates")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: captured, in TF32")
+    parser.add_argument("--eager", action="store_true", help="compile nothing, for tests")
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the output is always JSON")
     parser.add_argument("--profile", action="store_true", help="a table of where the time goes, on stderr")
     args = parser.parse_args()
-    compiler = (Clock if args.profile else Compiler)(True, args.population)
-    m = measure(
-        args.num_envs,
-        args.iterations,
-        args.repeats,
-        args.mode,
-        warmup=args.warmup,
-        seed=args.seed,
-        compiler=compiler,
-        threads=args.threads,
-        env=args.env,
-    )
+    torch.set_float32_matmul_precision("high" if args.device == "cuda" else "highest")
+    compiler = (Clock if args.profile else Compiler)(not args.eager, args.population)
+    warmup_calls = max(1, -(-args.warmup // args.iterations))
+    num_iterations = args.iterations * (warmup_calls + args.repeats * (args.rounds or 1))
+    anakin = build(args.env, args.num_envs, num_iterations, compiler=compiler, device=args.device)
+    options = {"warmup_calls": warmup_calls, "seed": args.seed, "compiler": compiler, "threads": args.threads}
+    options["capture"] = args.device == "cuda"
+    if args.rounds:
+        serve(Prepared(anakin, args.mode, args.iterations, **options), args.env, args.repeats)
+        return
+    m = timed(anakin, args.mode, args.iterations, args.repeats, **options)
+    m["env"] = args.env
     if isinstance(compiler, Clock):
         print(compiler.table(sum(m["wall_s"])), file=sys.stderr)
     print(json.dumps(m))

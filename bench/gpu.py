@@ -1,215 +1,340 @@
-"""Suite `gpu`: is the captured iteration right, free of host syncs, and how fast is it.
+"""Suite `gpu`: is the captured iteration right, and how fast is it beside JAX on the same GPU. Under nine minutes.
 
-    torchpod bench gpu [--json FILE] [--quick]
+    torchpod bench gpu [--json FILE] [--quick] [--only NAME]
 
-Correctness first: random words as on the CPU; one iteration from the same carry, eager against compiled against
-captured, where the captured one must also agree in every integer; a replay under the profiler, in which the host must
-not wait for the device. Then PPO CartPole at several sizes: steps per second, kernels per iteration, capture time,
-memory. Then Sebulba with IMPALA on EnvPool, beside EnvPool alone. With `device="cpu"` the same code runs uncaptured,
-which is how it is tested.
+Correctness first (gpu_checks.py). Then PPO on CartPole, Pendulum and MinAtar's Breakout with 1k to 64k environments,
+torchpod beside JAX, and a grid world with a small network: environment steps per second with the physical floor beside
+them (floor.py), compile time, capture time, memory, kernels per iteration, share of the time outside the environments'
+steps. All workers of a wave compile at once and are then measured in turn, A B A B, each alone on the GPU (served.py).
+Both sides multiply in TF32, as JAX does by default; correctness is looked at in float32.
+Last, while the time lasts, Sebulba with IMPALA on EnvPool, beside EnvPool alone. JAX runs in `.venv-peers`, or in this
+Python if it is there. With `device="cpu"` the same code runs uncaptured, which is how it is tested.
 """
 
+import dataclasses
 import importlib.util
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
-from typing import Any
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
-from torchpod import random
-from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.anakin import Anakin, RunState
-from torchpod.bench import harness
-from torchpod.bench.harness import Row, RowMaker
-from torchpod.bench.sebulba_worker import measure
-from torchpod.compile import Compiler
-from torchpod.envs.classic.cartpole import CartPole
-from torchpod.graph import Replay
-from torchpod.learner import LearnerConfig
+from torchpod.bench import floor, harness
+from torchpod.bench.anakin import describe
+from torchpod.bench.gpu_checks import correctness
+from torchpod.bench.harness import Row, RowMaker, Worker, WorkerError
+from torchpod.bench.served import Job, Result, Wave
 
+BUDGET_S = 520.0
+
+
+class Case(NamedTuple):
+    """What is measured: all of training on one environment, on both sides if JAX has a driver for it."""
+
+    env: str
+    num_envs: int
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return f"{'a2c' if self.env == 'grid_world' else 'ppo'}_{self.env}/{self.num_envs}"
+
+    @property
+    def rows(self) -> int:
+        """Environment steps of an iteration."""
+        return (32 if self.env == "grid_world" else 128) * self.num_envs
+
+    @property
+    def memory_bytes(self) -> float:
+        """About what one side takes of the GPU: its context, four copies of the rows, a minibatch's activations."""
+        return 0.8e9 + self.rows * (4 * 4 * (OBSERVATION_SIZE[self.env] + floor.ROW_NUMBERS) + 640)
+
+
+class HostCase(NamedTuple):
+    """Sebulba on EnvPool."""
+
+    task: str
+    num_envs: int
+    """Over all actors."""
+    unroll_length: int
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return f"impala_{self.task}/{self.num_envs}x{self.unroll_length}"
+
+
+class Checks(NamedTuple):
+    """The rows of gpu_checks.py, as something that `--only` can name."""
+
+    name: str = "correctness"
+
+
+OBSERVATION_SIZE = {"cartpole": 4, "pendulum": 3, "minatar_breakout": 400, "grid_world": 50}
 NUM_ENVS = (1024, 4096, 16_384, 65_536)
-HOST_CASES = (("Pong-v5", 32, 20), ("Pong-v5", 256, 20), ("Pong-v5", 256, 60), ("Breakout-v5", 256, 20))
-"""Task, environments over all actors, unroll length."""
-SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-TOLERANCE = 1e-4
-"""On parameters after one iteration: floats differ by ulps between eager, compiled and captured kernels."""
+CASES = (
+    *(Case(env, num_envs) for num_envs in NUM_ENVS for env in ("cartpole", "pendulum", "minatar_breakout")),
+    *(Case("grid_world", num_envs) for num_envs in (32_768, 131_072)),
+)
+HOST_CASES = tuple(
+    HostCase(*x) for x in (("Pong-v5", 32, 20), ("Pong-v5", 256, 20), ("Pong-v5", 256, 60), ("Breakout-v5", 256, 20))
+)
+HOST_CASE_S = 60.0
+"""A case of Sebulba is begun if so much time is left."""
+CALL_STEPS = {"cartpole": 16_000_000, "pendulum": 16_000_000, "minatar_breakout": 4_000_000, "grid_world": 64_000_000}
+"""Environment steps of one timed call, some tenths of a second; fewer, by the square root, below 16k environments."""
+WARMUP_STEPS = {"cartpole": 8_000_000, "pendulum": 8_000_000}
+"""Before timing, at least 8 iterations: the returns of both sides say whether they learn alike. Those of Breakout soon
+differ from seed to seed."""
+MEMORY_SHARE = 0.7
+"""Of a GPU's memory, by estimate, for the workers of a wave."""
+
+RATIO_GOALS = ((4096, 2.0), (65_536, 1.2))
+"""Up to so many environments (the first), and with so many or more (the second), torchpod over JAX at least."""
+GRID_WORLD_GOAL = (32_768, 50e6)
+"""With so many environments or more, environment steps per second at least."""
 
 
-def main(json_path: str | None = None, *, quick: bool = False, device: str = "cuda") -> int:
-    """Measures and writes the rows; returns 1 if something is wrong, 2 if there is no such device."""
+def main(
+    json_path: str | None = None,
+    *,
+    quick: bool = False,
+    only: str | None = None,
+    device: str = "cuda",
+    cases: Sequence[Case] = CASES,
+    host_cases: Sequence[HostCase] = HOST_CASES,
+    rounds: int = 3,
+    repeats: int = 2,
+    workers: tuple[Worker, Worker] | None = None,
+    budget_s: float = BUDGET_S,
+) -> int:
+    """Measures, writes the result file, prints the rows.
+
+    Args:
+      json_path: where the rows go; None for bench/results/.
+      quick: the smallest sizes, two rounds of one short call and no goals: whether everything works.
+      only: measure the rows whose names begin with this.
+      device: cuda, or cpu for tests: uncaptured and without goals.
+      cases: what to measure beside JAX.
+      host_cases: what to measure of Sebulba.
+      rounds: times that each side is measured, in turn.
+      repeats: timed calls in a round.
+      workers: torchpod's and the peer's; None for the real ones.
+      budget_s: what is not measured by then is reported as not measured.
+
+    Returns:
+      0, 1 if something is wrong, a goal is missed or something was not measured, 2 if there is no such device.
+    """
+    deadline = time.monotonic() + budget_s
     if device == "cuda" and not torch.cuda.is_available():
         print("torchpod bench gpu: PyTorch sees no CUDA device here.", file=sys.stderr)
         return 2
-    torch.backends.cuda.matmul.allow_tf32 = True  # as JAX multiplies by default
+    if quick:
+        cases = [case for case in cases if case.num_envs == min(c.num_envs for c in cases if c.env == case.env)]
+        host_cases, rounds, repeats = (HostCase("CartPole-v1", 8, 8),), 2, 1
+    todo = harness.chosen([Checks(), *cases, *host_cases], only, "gpu")
+    ours, peer = workers or default_workers()
     load_average = os.getloadavg()
-    rows, failures = correctness(device, num_envs=64 if quick else 1024)
-    for num_envs in NUM_ENVS[:1] if quick else NUM_ENVS:
-        rows += throughput(device, num_envs, iterations=2 if quick else 20)
-        print(f"{rows[-1].name}: {rows[-1].value:,.0f} {rows[-1].unit}", flush=True)
-    cases = (("CartPole-v1", 8, 8),) if quick else HOST_CASES
-    if importlib.util.find_spec("envpool") is None:
-        cases = ()
-        failures.append("EnvPool is not installed, so no host environment was measured; pip install envpool.")
-    for task, num_envs, unroll_length in cases:
-        rows += host_throughput(device, task, num_envs, unroll_length, iterations=2 if quick else 10)
-        print(f"{rows[-1].name}: {rows[-1].value:.2f} {rows[-1].unit}", flush=True)
+    rows: list[Row] = []
+    failures: list[str] = []
+    results: dict[tuple[str, str], Result] = {}
+    waves = plan([case for case in todo if isinstance(case, Case)], ours, peer, memory_limit(device))
+    for i, wave in enumerate(waves or [[]]):
+        jobs = [
+            Job(case.name, worker, case_arguments(case, repeats, rounds, device, quick=quick)) for case, worker in wave
+        ]
+        with Wave(jobs, deadline) as running:
+            if i == 0 and Checks() in todo:  # while the workers compile
+                rows, failures = checked(device, num_envs=64 if quick else 1024)
+                print(f"correctness: {len(rows)} rows, {len(failures)} wrong", flush=True)
+            for job, result in zip(jobs, running.measure(rounds), strict=True):
+                results[job.case, job.worker.name] = result
+    make = RowMaker()
+    for case in (x for x in todo if isinstance(x, Case)):
+        of_peer = results.get((case.name, peer.name), Result(WorkerError("there is no JAX driver for it"), {}))
+        of_case, wrong = case_rows(make, case, results[case.name, ours.name], of_peer, peer, device)
+        rows += of_case
+        failures += wrong
+        print(describe(of_case[0]), flush=True)
+    if device == "cuda" and not quick:
+        failures += missed(rows)
+    of_host, wrong = host_rows([x for x in todo if isinstance(x, HostCase)], device, deadline, quick=quick)
     return harness.finish(
         "gpu",
-        rows,
-        failures=failures,
+        [*rows, *of_host],
+        failures=[*failures, *wrong],
         load_average=load_average,
         json_path=json_path,
-        extra={"tf32": torch.backends.cuda.matmul.allow_tf32, "cuda": torch.version.cuda, "quick": quick},
+        extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only, "budget_s": budget_s},
     )
 
 
-def build(device: str, num_envs: int, *, compiled: bool) -> Anakin:
-    """PPO on CartPole, as the `anakin` suite measures it."""
-    env = CartPole()
-    return Anakin(
-        lambda: PPO(env.spec, PPOConfig()),
-        env,
-        num_envs=num_envs,
-        unroll_length=128,
-        learner=LearnerConfig(),
-        num_iterations=1000,
-        compiler=Compiler(compiled),
-        device=device,
+def checked(device: str, num_envs: int) -> tuple[list[Row], list[str]]:
+    """See `correctness`; if it raises, the suite says so and goes on."""
+    try:
+        return correctness(device, num_envs)
+    except Exception as error:
+        traceback.print_exc()
+        return [], [f"correctness: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"]
+
+
+def default_workers() -> tuple[Worker, Worker]:
+    """Torchpod in this Python; JAX in that of `.venv-peers`, or in this one."""
+    python, missing = harness.peers_python()
+    if missing and importlib.util.find_spec("jax") is not None:
+        python, missing = sys.executable, None
+    driver = str(harness.ROOT / "bench" / "peers" / "jax_ppo.py")
+    return (
+        Worker("torchpod", (sys.executable, "-m", "torchpod.bench.anakin_worker")),
+        Worker("jax", (python, driver), missing=missing),
     )
 
 
-def correctness(device: str, num_envs: int) -> tuple[list[Row], list[str]]:
-    """Eager, compiled and captured from the same carry; and the number of host syncs in a replay."""
-    eager, compiled = build(device, num_envs, compiled=False), build(device, num_envs, compiled=True)
-    state = eager.init(0)
-    replay = Replay(compiled.iterate, state, capture=device == "cuda")
-    replay()
-    results = {
-        "eager": eager.iterate(state)[0],
-        "compiled": compiled.iterate(state)[0],
-        "captured": pytree.tree_map(torch.clone, replay.state),
-    }
-    make, rows, failures = RowMaker(), [], []
-    for a, b in (("eager", "compiled"), ("compiled", "captured")):
-        difference = largest_difference(results[a], results[b])
-        rows.append(make.alone(f"difference_{a}_{b}/{num_envs}", difference, "largest over parameters"))
-        if not difference <= TOLERANCE:
-            failures.append(f"{b} differs from {a} by {difference:.2e} after one iteration; {TOLERANCE} is allowed.")
-    unlike = different_integers(results["compiled"], results["captured"])
-    rows.append(make.alone(f"different_integers_compiled_captured/{num_envs}", len(unlike), "leaves"))
-    if unlike:
-        failures.append(f"captured and compiled differ after one iteration in {unlike}.")
-    keys = random.split(random.key(3), num_envs)
-    same = torch.equal(random.bits(keys, 8), random.bits(keys.to(device), 8).cpu())
-    rows.append(make.alone(f"random_words_as_on_cpu/{num_envs}", int(same), "bool"))
-    if not same:
-        failures.append(f"random words on {device} are not those on the CPU.")
-    syncs = host_syncs(replay)
-    rows.append(make.alone(f"host_syncs_per_replay/{num_envs}", len(syncs), "calls"))
-    if syncs:
-        failures.append(f"the host waits for the device during a replay: {sorted(set(syncs))}.")
+def case_arguments(case: Case, repeats: int, rounds: int, device: str, *, quick: bool) -> list[str]:
+    """The same for both sides."""
+    steps = CALL_STEPS[case.env] * min(1.0, (case.num_envs / 16_384) ** 0.5)
+    iterations = 2 if quick else max(2, round(steps / case.rows))  # in which an episode of Pendulum ends
+    warmup = 1 if quick else max(8, WARMUP_STEPS.get(case.env, 0) // case.rows)
+    options = {"env": case.env, "num-envs": case.num_envs, "mode": "update", "iterations": iterations}
+    options |= {"warmup": warmup, "repeats": repeats, "rounds": rounds, "device": device}
+    return [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+
+
+def memory_limit(device: str) -> float:
+    """Bytes for the workers of a wave."""
+    return MEMORY_SHARE * torch.cuda.mem_get_info()[0] if device == "cuda" else float("inf")
+
+
+def plan(cases: Sequence[Case], ours: Worker, peer: Worker, limit: float) -> list[list[tuple[Case, Worker]]]:
+    """Waves of what fits into memory at once: both sides of a case together, or apart where that is too much."""
+    waves: list[list[tuple[Case, Worker]]] = []
+
+    def place(group: list[tuple[Case, Worker]]) -> None:
+        for wave in waves:
+            if sum(case.memory_bytes for case, _ in (*wave, *group)) <= limit:
+                wave.extend(group)
+                return
+        waves.append(group)
+
+    for case in cases:
+        sides = [(case, ours)] if case.env == "grid_world" else [(case, ours), (case, peer)]
+        if len(sides) * case.memory_bytes <= limit:
+            place(sides)
+        else:
+            for side in sides:
+                place([side])
+    return waves
+
+
+def case_rows(
+    make: RowMaker, case: Case, ours: Result, of_peer: Result, peer: Worker, device: str
+) -> tuple[list[Row], list[str]]:
+    """The rows of a case, its rate first, and what is wrong with it."""
+    a, b, details = ours.measurements, of_peer.measurements, ours.details
+    failures = harness.problems(case.name, a, b)
+    if isinstance(b, WorkerError) and not isinstance(a, WorkerError) and not peer.missing and case.env != "grid_world":
+        failures.append(f"{case.name}: {b}")
+    rate = make.rate(case.name, a, b, peer_name=peer.name)
+    if isinstance(a, list):
+        notes = [
+            f"TF32 {'on' if a[0].get('tf32') else 'off'}",
+            floor_note(case, a[0], details, make.hardware["gpu"]),
+            rate.note,
+        ]
+        rate = dataclasses.replace(rate, note="; ".join(filter(None, notes)))
+    rows = [rate, make.compile_time(f"compile_{case.name}", a, b, peer_name=peer.name)]
+    if device == "cuda":
+        rows.append(make.number(f"memory_{case.name}", "memory_bytes", "bytes", a, b, peer_name=peer.name))
+    if details:
+        rows += [
+            make.alone(f"capture_{case.name}", details["capture_s"], "s"),
+            make.alone(f"kernels_{case.name}", details["kernels"], "per iteration"),
+            make.alone(f"outside_env_{case.name}", 1 - details["env_s"] / details["iteration_s"], "share of the time"),
+        ]
+    if isinstance(a, list) and (not details or (device == "cuda" and not details["kernels"])):
+        failures.append(f"{case.name}: the profiler saw no kernel, or the worker ended before it could say so.")
     return rows, failures
 
 
-def largest_difference(a: RunState, b: RunState) -> float:
-    """Over all parameters."""
-    return max(float((x - b.learner.params[name]).abs().max()) for name, x in a.learner.params.items())
+def floor_note(case: Case, measurement: Mapping[str, Any], details: Mapping[str, Any], device_name: str | None) -> str:
+    """What an iteration took, and the floor under that; without the floor where the GPU's is not known."""
+    if not details:
+        return ""
+    took, gpu = f"iteration {1e3 * details['iteration_s']:.2f} ms", floor.find(device_name)
+    if gpu is None:
+        return f"{took}, no floor is known for this device"
+    observation, epochs = details["observation_size"], measurement["epochs"]
+    num_bytes = floor.moved_bytes(case.rows, epochs, observation, details["state_bytes"])
+    num_flops = floor.flops(case.rows, epochs, details["layers"], observation)
+    least = floor.floor(details["kernels"], num_bytes, num_flops, gpu=gpu, tf32=bool(measurement.get("tf32")))
+    launches, moving, computing = (f"{1e3 * seconds:.2f}" for seconds in least)
+    return (
+        f"{took}, floor {1e3 * least.seconds:.2f}: launches {launches} ({details['kernels']}),"
+        f" bytes {moving} ({num_bytes / 1e9:.2f} GB), flops {computing} ({num_flops / 1e12:.2f} T)"
+    )
 
 
-def different_integers(a: RunState, b: RunState) -> list[str]:
-    """Names of the leaves of whole numbers - keys, actions' consequences, counters - that are not equal."""
-    pairs = zip(pytree.tree_flatten_with_path(a)[0], pytree.tree_leaves(b), strict=True)
-    return [pytree.keystr(path) for (path, x), y in pairs if not x.is_floating_point() and not torch.equal(x, y)]
+def missed(rows: Sequence[Row]) -> list[str]:
+    """One sentence for each goal that was measured and not reached."""
+    found, grid_worlds = [], {}
+    for row in rows:
+        work, _, size = row.name.partition("/")
+        if work.startswith("ppo_") and row.ratio is not None:
+            (small, high), (large, low) = RATIO_GOALS
+            goal = high if int(size) <= small else low if int(size) >= large else 0.0
+            if row.ratio < goal:
+                found.append(f"{row.name}: {row.ratio:.2f} x JAX, the goal is {goal}.")
+        if work == "a2c_grid_world" and row.value is not None and int(size) >= GRID_WORLD_GOAL[0]:
+            grid_worlds[row.name] = row.value
+    if grid_worlds and max(grid_worlds.values()) < GRID_WORLD_GOAL[1]:
+        best = max(grid_worlds, key=grid_worlds.__getitem__)
+        found.append(f"{best}: {grid_worlds[best]:,.0f} env steps/s, the goal is {GRID_WORLD_GOAL[1]:,.0f}.")
+    return found
 
 
-def host_syncs(replay: Replay) -> list[str]:
-    """Names of the calls in which the host waited during one replay; the last synchronisation is the profiler's."""
-    on_gpu = torch.cuda.is_available()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with (
-        torch.profiler.profile(activities=activities, acc_events=True) as profile,
-        torch.profiler.record_function("replay"),
-    ):
-        replay()
-    events = profile.events()
-    if events is None:
-        return []
-    return waits(events)
+def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick: bool) -> tuple[list[Row], list[str]]:
+    """Sebulba with IMPALA on EnvPool: environment steps per second, and their share of what EnvPool does alone.
 
-
-def waits(events: Iterable[Any]) -> list[str]:
-    """Names of the events within the range "replay" in which the host waits, or a copy to it goes on."""
-    events = list(events)
-    window = next(e.time_range for e in events if e.name == "replay")
-    return [
-        e.name
-        for e in events
-        if "Memcpy DtoH" in e.name
-        or (any(sync in e.name for sync in SYNCS) and window.start <= e.time_range.start <= window.end)
-    ]
-
-
-def throughput(device: str, num_envs: int, iterations: int) -> list[Row]:
-    """Environment steps per second of whole iterations, with what they cost to set up."""
-    anakin = build(device, num_envs, compiled=True)
-    began = time.perf_counter()
-    replay = Replay(anakin.iterate, anakin.init(0), capture=device == "cuda")
-    _wait(device)
-    setup_s = time.perf_counter() - began
-    replay()
-    _wait(device)
-    rates = []
-    for _ in range(3):
-        steps, began = int(replay.state.env_steps), time.perf_counter()
-        for _ in range(iterations):
-            replay()
-        _wait(device)
-        seconds = time.perf_counter() - began
-        rates.append((int(replay.state.env_steps) - steps) / seconds)
-    rates.sort()
-    memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    make = RowMaker()
-    return [
-        make.alone(f"setup_ppo_cartpole/{num_envs}", setup_s, "s"),
-        make.alone(f"memory_ppo_cartpole/{num_envs}", memory, "bytes"),
-        make.alone(f"ppo_cartpole/{num_envs}", rates[1], "env_steps/s", rates),
-    ]
-
-
-def host_throughput(device: str, task: str, num_envs: int, unroll_length: int, iterations: int) -> list[Row]:
-    """Sebulba with IMPALA on EnvPool: environment steps per second, and their share of what EnvPool does alone."""
-    results = {
-        mode: measure(
-            task,
-            num_envs,
-            mode,
-            actors=num_actors,
-            pools=num_pools,
-            iterations=iterations,
-            repeats=3,
-            threads=1,
-            seed=0,
-            algo="impala",
-            unroll_length=unroll_length,
-            device=device,
-        )
-        for mode, num_actors, num_pools in (("env_only", 1, 1), ("update", 2, 2))
-    }
-    make, where = RowMaker(), f"{task}/{num_envs}x{unroll_length}"
-    raw, ours = (results[mode]["env_steps_per_s"]["median"] for mode in ("env_only", "update"))
-    return [
-        make.alone(f"raw_envpool_{where}", raw, "env_steps/s", harness.rates(results["env_only"])),
-        make.alone(f"impala_{where}", ours, "env_steps/s", harness.rates(results["update"])),
-        make.alone(f"impala_of_raw_{where}", ours / raw, "share"),
-    ]
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    Returns:
+      Rows, and a sentence for each case that could not be measured.
+    """
+    if cases and importlib.util.find_spec("envpool") is None:
+        return [], ["EnvPool is not installed, so no host environment was measured; pip install envpool."]
+    worker = Worker("torchpod", (sys.executable, "-m", "torchpod.bench.sebulba_worker"))
+    make, rows, failures = RowMaker(), [], []
+    for case in cases:
+        left = deadline - time.monotonic()
+        if left < HOST_CASE_S:
+            failures.append(f"{case.name}: not measured, {max(0.0, left):.0f} s of the suite's time were left.")
+            continue
+        arguments = ["--task", case.task, "--num-envs", case.num_envs, "--unroll-length", case.unroll_length]
+        arguments += ["--algo", "impala", "--device", device, "--iterations", 2 if quick else 10]
+        try:
+            with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+                of_raw, of_ours = (
+                    harness.run_worker(
+                        worker,
+                        [str(x) for x in (*arguments, "--mode", mode, "--actors", actors, "--pools", pools)],
+                        core=None,
+                        cache_dir=Path(cache),
+                        timeout_s=max(1.0, deadline - time.monotonic()),
+                    )
+                    for mode, actors, pools in (("env_only", 1, 1), ("update", 2, 2))
+                )
+        except WorkerError as error:
+            failures.append(f"{case.name}: {error}")
+            continue
+        raw, ours = (m["env_steps_per_s"]["median"] for m in (of_raw, of_ours))
+        where = case.name.removeprefix("impala_")
+        rows += [
+            make.alone(f"raw_envpool_{where}", raw, "env_steps/s", harness.rates(of_raw)),
+            make.alone(case.name, ours, "env_steps/s", harness.rates(of_ours)),
+            make.alone(f"impala_of_raw_{where}", ours / raw, "share"),
+        ]
+        print(describe(rows[-2]), flush=True)
+    return rows, failures

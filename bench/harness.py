@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 
@@ -63,6 +63,9 @@ class Measurement(TypedDict):
     batch_rows: int  # unroll_length * num_envs
     param_count: int
     dtype: str
+    device: NotRequired[str]  # cpu, if it is missing, or cuda
+    tf32: NotRequired[bool]  # matrix products of float32 in TF32
+    memory_bytes: NotRequired[int]  # of a GPU, the most that was in use
     iterations: int  # within one timed call
     total_iterations: int  # warm-up and timed together; the learning rate falls over these
     env: NotRequired[str]  # where a worker knows several
@@ -291,6 +294,19 @@ class RowMaker:
         """Seconds of tracing and compiling."""
         return self._row(name, "s", ours, peer, peer_name, lambda m: [m["compile_s"]])
 
+    def number(
+        self,
+        name: str,
+        key: str,
+        unit: str,
+        ours: list[Measurement] | WorkerError,
+        peer: list[Measurement] | WorkerError,
+        *,
+        peer_name: str,
+    ) -> Row:
+        """Any number of the measurements, by its name there."""
+        return self._row(name, unit, ours, peer, peer_name, lambda m: [cast(float, m[key])])
+
     def alone(self, name: str, value: float, unit: str, repeats: Sequence[float] = ()) -> Row:
         """A measurement without a peer."""
         return Row(
@@ -324,7 +340,8 @@ class RowMaker:
         ratios: list[float] = []
         if len(good) == 2:
             ratios = [a / b for a, b in zip(medians["torchpod"], medians[peer_name], strict=True)]
-        shares = [sum(m["cpu_s"]) / sum(m["wall_s"]) for ms in good.values() for m in ms]
+        on_cpu = [m for ms in good.values() for m in ms if m.get("device", "cpu") == "cpu"]
+        shares = [sum(m["cpu_s"]) / sum(m["wall_s"]) for m in on_cpu]
         notes = [str(side) for side in sides.values() if isinstance(side, WorkerError)]
         if shares and min(shares) < QUIET_CPU_SHARE and unit != "s":
             notes.append(f"not alone on the core: {min(shares):.0%} of it in the worst round")
@@ -364,11 +381,12 @@ def rates(measurement: Measurement) -> list[float]:
 
 def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
     """Where the two sides did not do the same work, sentences."""
-    a, b = ({"population": 1, "env": "", **side} for side in (ours, peer))
+    unsaid = {"population": 1, "env": "", "device": "cpu", "tf32": False}
+    a, b = ({**unsaid, **side} for side in (ours, peer))
     return [
         f"{_case(peer)}: unequal work: {key} is {a[key]!r} in {ours['framework']} and {b[key]!r} in"
         f" {peer['framework']}."
-        for key in (*EQUAL_WORK, "population", "env")
+        for key in (*EQUAL_WORK, *unsaid)
         if a[key] != b[key]
     ]
 
@@ -376,21 +394,33 @@ def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
 def unequal_returns(ours: Measurement, peer: Measurement) -> list[str]:
     """Where both sides learned, and one to much less than the other, a sentence."""
     a, b = ours["episode_return"], peer["episode_return"]
-    if peer["mode"] == "update" and (a is None or b is None or min(a, b) < RETURN_SHARE * max(a, b)):
+    if peer["mode"] != "update":
+        return []
+    if a is None or b is None or abs(a - b) > (1 - RETURN_SHARE) * max(abs(a), abs(b)):
         return [
             f"{_case(peer)}: {ours['framework']} learned to a mean return of {a} and {peer['framework']} to {b} in the"
-            f" same number of steps; the smaller must be at least {RETURN_SHARE} of the larger."
+            f" same number of steps; they may differ by {1 - RETURN_SHARE:.1f} of the one that is further from 0."
         ]
     return []
 
 
-def problems(name: str, ours: list[Measurement] | WorkerError, peer: list[Measurement] | WorkerError) -> list[str]:
-    """What is wrong with a row: our side failed, or the two differ in work or return; a missing peer is no fault."""
+def problems(
+    name: str,
+    ours: list[Measurement] | WorkerError,
+    peer: list[Measurement] | WorkerError,
+    *,
+    returns: bool = True,
+) -> list[str]:
+    """What is wrong with a row: our side failed, or the two differ in work or return; a missing peer is no fault.
+
+    Without `returns` those are not compared: the two sides had no time to learn.
+    """
     if isinstance(ours, WorkerError):
         return [f"{name}: {ours}"]
     if isinstance(peer, WorkerError):
         return []
-    return [x for a, b in zip(ours, peer, strict=True) for x in (*unequal_work(a, b), *unequal_returns(a, b))]
+    checks = (unequal_work, unequal_returns) if returns else (unequal_work,)
+    return [told for a, b in zip(ours, peer, strict=True) for check in checks for told in check(a, b)]
 
 
 def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:

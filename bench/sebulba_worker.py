@@ -189,7 +189,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the learner")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--algo", choices=["ppo", "impala"], default="ppo")
+    parser.add_argument("--unroll-length", type=int, default=128)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of actors and learner; cuda: in TF32")
     options = vars(parser.parse_args())
+    torch.set_float32_matmul_precision("high" if options["device"] == "cuda" else "highest")
     print(json.dumps(measure(options.pop("task"), options.pop("num_envs"), options.pop("mode"), **options)))
 
 

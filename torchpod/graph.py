@@ -5,6 +5,7 @@ the same memory. On CUDA the run is captured once and then replayed: nothing ret
 environment step and the last optimizer step. On CPU the very same code runs uncaptured.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,10 @@ class Replay:
       fn: pure; same shapes out as in.
       state: where to start; copied.
       capture: use a CUDA graph.
+
+    Attributes:
+      state: where it stands; overwritten in place by every call.
+      capture_s: seconds that the capture took, without compilation and warm-up before it; 0 if there was none.
     """
 
     def __init__(self, fn: Callable[[Tree], tuple[Tree, Tree]], state: Tree, *, capture: bool) -> None:
@@ -30,6 +35,7 @@ class Replay:
         self._own = {x.untyped_storage().data_ptr() for x in self._leaves(self.state)}
         self.metrics: Tree = None
         self._graph: Any = None
+        self.capture_s = 0.0
         if not capture:
             fn(self.state)  # compiles; fn is pure, so that nothing but time is lost
             return
@@ -42,9 +48,11 @@ class Replay:
                 for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
                     fn(self.state)
             torch.cuda.current_stream().wait_stream(self._stream)
+            began = time.perf_counter()
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._run()
+            self.capture_s = time.perf_counter() - began
 
     def __call__(self) -> Tree:
         """One iteration. Returns its metrics: copy them before the next call overwrites them."""

@@ -1,32 +1,34 @@
-"""The JAX peer of the `anakin` suite: PPO, the work of purejaxrl's `ppo.py` to the last flop.
+"""The JAX peer of the suites `anakin` and `gpu`: PPO, the work of purejaxrl's `ppo.py` to the last flop.
 
 T=128 steps, 4 epochs x M minibatches over a random permutation of the T*B rows, separate 2x64 actor and critic, GAE,
-clipped objective and clipped values, Adam with linear decay. CartPole-v1 (dynamics, reset keys and auto-reset as gymnax
-has them), networks and optimizer are written out here; MinAtar's Breakout is gymnax's own, with the settings that
-purejaxrl has for MinAtar. The whole training is one `lax.scan` inside one `jit` with donated buffers: the host calls it
-once per timed repeat.
+clipped objective and clipped values, Adam with linear decay. CartPole-v1 and Pendulum-v1 (dynamics, reset keys and
+auto-reset as gymnax has them), networks and optimizer are written out here; MinAtar's Breakout is gymnax's own, with
+the settings that purejaxrl has for MinAtar. As in purejaxrl, a time limit ends an episode like any other end. The whole
+training is one `lax.scan` inside one `jit` with donated buffers: the host calls it once per timed repeat.
 
     taskset -c 0 python bench/peers/jax_ppo.py --num-envs 1024 --iterations 4 --repeats 5 --json
 
 One JSON line per run; the fields are those of every worker (bench/harness.py, `Measurement`). `--mode env_only`
 steps the environment with random actions; `--mode policy` adds networks, sampling and the stored trajectory;
-`--mode update` is the whole algorithm.
+`--mode update` is the whole algorithm. With `--rounds N` it compiles and warms up, prints a line, and then measures
+once for each line that it reads (bench/served.py).
 """
 
 import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
-# Before jax is imported: XLA reads its flags once. One core is the caller's `taskset`; these keep XLA from splitting
-# work for a pool that it does not have.
+# Before jax is imported: XLA reads its flags once. One core is the caller's `taskset`; these keep XLA on a CPU from
+# splitting work for a pool that it does not have.
 ONE_THREAD_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-if len(os.sched_getaffinity(0)) == 1:
+if len(os.sched_getaffinity(0)) == 1 and "cuda" not in sys.argv:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD_FLAGS}".strip()
 
 import jax  # noqa: E402
@@ -36,11 +38,12 @@ from jax import Array, lax  # noqa: E402
 
 UNROLL_LENGTH, EPOCHS = 128, 4
 DISCOUNT, GAE_LAMBDA, CLIP, ENTROPY_COST, VALUE_COST = 0.99, 0.95, 0.2, 0.01, 0.5
-# A minibatch's gradient is summed over chunks of at most this many rows, whose activations stay in the cache.
+# On a CPU, a minibatch's gradient is summed over chunks of at most this many rows, whose activations stay in the cache.
 CHUNK_ROWS = 2048
 MAX_GRAD_NORM, ADAM_B1, ADAM_B2, ADAM_EPS, HIDDEN = 0.5, 0.9, 0.999, 1e-5, 64
 
-Params = dict[str, list[tuple[Array, Array]]]
+Params = dict[str, Any]
+"""Of actor and critic, the layers `[(weight, bias), ...]`; for continuous actions, `log_std [A]`."""
 
 
 # --- CartPole-v1 ------------------------------------------------------------------------------------------------------
@@ -92,6 +95,48 @@ def step(key: Array, state: CartPole, action: Array) -> tuple[CartPole, Array, A
     return state, reward, done, moved.episode_return
 
 
+# --- Pendulum-v1 ------------------------------------------------------------------------------------------------------
+
+
+class Pendulum(NamedTuple):
+    """State of one environment: angle from upright (rad), angular velocity (rad/s)."""
+
+    theta: Array
+    theta_dot: Array
+    time: Array
+    episode_return: Array
+
+
+def reset_pendulum(key: Array) -> Pendulum:
+    """Any angle, velocities in [-1, 1)."""
+    high = jnp.array([jnp.pi, 1.0])
+    theta, theta_dot = jax.random.uniform(key, (2,), minval=-high, maxval=high)
+    return Pendulum(theta, theta_dot, jnp.int32(0), jnp.float32(0))
+
+
+def observe_pendulum(state: Pendulum) -> Array:
+    """`[3]` float32: cosine, sine, angular velocity."""
+    return jnp.stack([jnp.cos(state.theta), jnp.sin(state.theta), state.theta_dot])
+
+
+def step_pendulum(key: Array, state: Pendulum, action: Array) -> tuple[Pendulum, Array, Array, Array]:
+    """As `step`, for an action `[1]` in N m: one semi-implicit Euler step of 0.05 s."""
+    torque = jnp.clip(action[0], -2.0, 2.0)
+    angle = (state.theta + jnp.pi) % (2 * jnp.pi) - jnp.pi
+    reward = -(angle**2 + 0.1 * state.theta_dot**2 + 0.001 * torque**2)
+    theta_dot = state.theta_dot + 0.05 * (15.0 * jnp.sin(state.theta) + 3.0 * torque)
+    theta_dot = jnp.clip(theta_dot, -8.0, 8.0)
+    episode_return = state.episode_return + reward
+    moved = Pendulum(state.theta + 0.05 * theta_dot, theta_dot, state.time + 1, episode_return)
+    done = moved.time >= 200
+    _, reset_key = jax.random.split(key)
+    state = jax.tree.map(partial(jnp.where, done), reset_pendulum(reset_key), moved)
+    return state, reward, done, episode_return
+
+
+# --- What is learned --------------------------------------------------------------------------------------------------
+
+
 class Work(NamedTuple):
     """An environment, and PPO's settings for it."""
 
@@ -99,11 +144,12 @@ class Work(NamedTuple):
     observe: Callable[[Any], Array]  # state -> [O] float32
     step: Callable[[Array, Any, Array], tuple[Any, Array, Array, Array]]
     observation_size: int
-    num_actions: int
+    num_actions: int  # or, of continuous actions, A
     activation: Callable[[Array], Array]
     minibatches: int
     learning_rate: float
     versions: dict[str, str]  # of what the environment comes from
+    half_range: float | None = None  # of continuous actions, which lie around 0; None: discrete ones
 
 
 class Breakout(NamedTuple):
@@ -140,6 +186,9 @@ def minatar_breakout() -> Work:
 
 WORK = {
     "cartpole": lambda: Work(reset, observe, step, 4, 2, jnp.tanh, 4, 2.5e-4, {}),
+    "pendulum": lambda: Work(
+        reset_pendulum, observe_pendulum, step_pendulum, 3, 1, jnp.tanh, 4, 2.5e-4, {}, half_range=2.0
+    ),
     "minatar_breakout": minatar_breakout,
 }
 
@@ -148,7 +197,7 @@ WORK = {
 
 
 def init_params(work: Work, key: Array) -> Params:
-    """Orthogonal weights (gain sqrt 2; 0.01 for the policy's head, 1 for the value's), zero biases."""
+    """Orthogonal weights (gain sqrt 2; 0.01 for the policy's head, 1 for the value's), zero biases and log-std."""
 
     def tower(key: Array, outputs: int, head_gain: float) -> list[tuple[Array, Array]]:
         first = (work.observation_size, HIDDEN, 2**0.5)
@@ -158,7 +207,8 @@ def init_params(work: Work, key: Array) -> Params:
         return [(orthogonal(g)(k, (i, o), jnp.float32), jnp.zeros(o)) for k, (i, o, g) in zip(keys, sizes, strict=True)]
 
     actor_key, critic_key = jax.random.split(key)
-    return {"actor": tower(actor_key, work.num_actions, 0.01), "critic": tower(critic_key, 1, 1.0)}
+    towers = {"actor": tower(actor_key, work.num_actions, 0.01), "critic": tower(critic_key, 1, 1.0)}
+    return towers if work.half_range is None else towers | {"log_std": jnp.zeros(work.num_actions)}
 
 
 def mlp(work: Work, layers: list[tuple[Array, Array]], x: Array) -> Array:
@@ -170,14 +220,37 @@ def mlp(work: Work, layers: list[tuple[Array, Array]], x: Array) -> Array:
 
 
 def policy(work: Work, params: Params, observation: Array) -> tuple[Array, Array]:
-    """`[..., A]` log-probabilities and `[...]` values."""
-    logits, value = mlp(work, params["actor"], observation), mlp(work, params["critic"], observation)[..., 0]
-    return jax.nn.log_softmax(logits), value
+    """`[..., A]` log-probabilities, or means of continuous actions in half ranges; and `[...]` values."""
+    output, value = mlp(work, params["actor"], observation), mlp(work, params["critic"], observation)[..., 0]
+    return jax.nn.log_softmax(output) if work.half_range is None else output, value
 
 
-def chosen(log_probs: Array, action: Array) -> Array:
-    """The log-probability of each action, by a mask: a gather has a scatter for its gradient, which is slow."""
-    return jnp.sum(jax.nn.one_hot(action, log_probs.shape[-1]) * log_probs, axis=-1)
+def sample(work: Work, params: Params, key: Array, output: Array) -> tuple[Array, Array]:
+    """Actions `[B]` or `[B, A]`, as drawn from what `policy` said, and as the environment takes them."""
+    if work.half_range is None:
+        action = jax.random.categorical(key, output)
+        return action, action
+    action = output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
+    return action, work.half_range * action
+
+
+def random_action(work: Work, key: Array, num_envs: int) -> Array:
+    """As the environment takes them, uniform."""
+    if work.half_range is None:
+        return jax.random.randint(key, (num_envs,), 0, work.num_actions)
+    return jax.random.uniform(key, (num_envs, work.num_actions), minval=-work.half_range, maxval=work.half_range)
+
+
+def log_prob_and_entropy(work: Work, params: Params, output: Array, action: Array) -> tuple[Array, Array]:
+    """Of actions as drawn, `[...]` each; the entropy of a normal policy is the same everywhere, `[]`."""
+    if work.half_range is None:
+        # A mask: a gather has a scatter for its gradient, which is slow.
+        log_prob = jnp.sum(jax.nn.one_hot(action, output.shape[-1]) * output, axis=-1)
+        return log_prob, -(jnp.exp(output) * output).sum(-1)
+    log_std = params["log_std"]
+    z = (action - output) * jnp.exp(-log_std)
+    log_prob = (-0.5 * z * z - log_std - 0.5 * jnp.log(2 * jnp.pi)).sum(-1)
+    return log_prob, (log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)).sum(-1)
 
 
 class Adam(NamedTuple):
@@ -260,7 +333,7 @@ def random_rollout(work: Work, carry: Carry) -> tuple[Carry, Episodes]:
     def body(scan_carry: tuple[Any, Array], _: None) -> tuple[tuple[Any, Array], Array]:
         state, key = scan_carry
         key, action_key, step_key = jax.random.split(key, 3)
-        action = jax.random.randint(action_key, (num_envs,), 0, work.num_actions)
+        action = random_action(work, action_key, num_envs)
         state, _, done, finished_return = step_all(work, step_key, state, action)
         return (state, key), jnp.stack([jnp.sum(done * finished_return), jnp.sum(done)])
 
@@ -275,10 +348,10 @@ def rollout(work: Work, carry: Carry) -> tuple[Carry, Transition, Episodes]:
         state, key = scan_carry
         key, action_key, step_key = jax.random.split(key, 3)
         observation = jax.vmap(work.observe)(state)
-        log_probs, value = policy(work, carry.params, observation)
-        action = jax.random.categorical(action_key, log_probs)
-        log_prob = chosen(log_probs, action)
-        state, reward, done, finished_return = step_all(work, step_key, state, action)
+        output, value = policy(work, carry.params, observation)
+        action, for_env = sample(work, carry.params, action_key, output)
+        log_prob, _ = log_prob_and_entropy(work, carry.params, output, action)
+        state, reward, done, finished_return = step_all(work, step_key, state, for_env)
         return (state, key), Transition(observation, action, log_prob, value, reward, done, finished_return)
 
     (state, key), trajectory = lax.scan(body, (carry.env_state, carry.key), None, UNROLL_LENGTH)
@@ -314,14 +387,13 @@ class Rows(NamedTuple):
 
 def loss(params: Params, rows: Rows, work: Work) -> Array:
     """Clipped objective + clipped value loss - entropy, averaged over the rows; advantages are normalised already."""
-    log_probs, value = policy(work, params, rows.observation)
-    log_prob = chosen(log_probs, rows.action)
+    output, value = policy(work, params, rows.observation)
+    log_prob, entropy = log_prob_and_entropy(work, params, output, rows.action)
     clipped_value = rows.value + jnp.clip(value - rows.value, -CLIP, CLIP)
     value_loss = 0.5 * jnp.maximum((value - rows.target) ** 2, (clipped_value - rows.target) ** 2).mean()
     ratio = jnp.exp(log_prob - rows.log_prob)
     policy_loss = -jnp.minimum(ratio * rows.advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * rows.advantage).mean()
-    entropy = -(jnp.exp(log_probs) * log_probs).sum(-1).mean()
-    return policy_loss + VALUE_COST * value_loss - ENTROPY_COST * entropy
+    return policy_loss + VALUE_COST * value_loss - ENTROPY_COST * entropy.mean()
 
 
 def gradient(work: Work, params: Params, rows: Rows) -> Params:
@@ -329,7 +401,7 @@ def gradient(work: Work, params: Params, rows: Rows) -> Params:
     advantage = (rows.advantage - rows.advantage.mean()) / (rows.advantage.std() + 1e-8)
     rows = rows._replace(advantage=advantage)
     size = advantage.shape[0]
-    if size <= CHUNK_ROWS or size % CHUNK_ROWS:
+    if jax.default_backend() != "cpu" or size <= CHUNK_ROWS or size % CHUNK_ROWS:
         return jax.grad(loss)(params, rows, work)
     chunks = jax.tree.map(lambda x: x.reshape(-1, CHUNK_ROWS, *x.shape[1:]), rows)
 
@@ -358,7 +430,7 @@ def shuffled(key: Array, rows: Rows, minibatches: int, deal: bool) -> Rows:
     All T * B rows are shuffled, as purejaxrl does it; or, with `deal`, each environment deals its own shuffled steps to
     the minibatches, as torchpod does it: fewer words per sort, and rows that lie together.
     """
-    length, size = rows.action.shape
+    length, size = rows.value.shape
     if not deal:
         order = permutation(key, (length * size,))
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
@@ -422,83 +494,94 @@ def run(
 # --- Measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    num_envs: int,
-    iterations: int,
-    repeats: int,
-    mode: str,
-    *,
-    warmup: int = 0,
-    seed: int = 0,
-    deal: bool = False,
-    population: int = 1,
-    env: str = "cartpole",
-) -> dict:
-    """Compiles, warms up, then times `repeats` calls of `iterations` iterations each.
+class Prepared:
+    """A compiled and warm program: measured as often as one likes.
 
     Args:
       num_envs: environments, B.
       iterations: iterations within one timed call.
-      repeats: timed calls.
+      timed_calls: of all measurements together; the learning rate falls to 0 over warm-up and timed iterations.
       mode: "env_only", "policy" or "update".
       warmup: iterations before the first timed one, rounded up to whole calls, at least one call.
       seed: seed of parameters and environments.
       deal: see `shuffled`.
-      env: one of `WORK`.
       population: members, of seeds `seed`, `seed + 1`, ..., mapped by `jax.vmap`.
-
-    Returns:
-      The fields of `Measurement` in bench/harness.py.
+      env: one of `WORK`.
     """
-    warmup_calls = max(1, -(-warmup // iterations))
-    total_iterations = iterations * (warmup_calls + repeats)
-    work = WORK[env]()
-    begin = partial(init_carry, work, num_envs=num_envs)
-    train = partial(run, work=work, mode=mode, iterations=iterations, total_iterations=total_iterations, deal=deal)
-    if population > 1:
-        begin, train = jax.vmap(begin), jax.vmap(train)
-    carry = jax.block_until_ready(jax.jit(begin)(seed + jnp.arange(population) if population > 1 else seed))
-    param_count = sum(x.size for x in jax.tree.leaves(carry.params)) // population
 
-    start = time.perf_counter()
-    compiled = jax.jit(train, donate_argnums=0).lower(carry).compile()
-    compile_s = time.perf_counter() - start
+    def __init__(
+        self,
+        num_envs: int,
+        iterations: int,
+        timed_calls: int,
+        mode: str,
+        *,
+        warmup: int = 0,
+        seed: int = 0,
+        deal: bool = False,
+        population: int = 1,
+        env: str = "cartpole",
+    ) -> None:
+        warmup_calls = max(1, -(-warmup // iterations))
+        self.num_envs, self.iterations, self.mode, self.population, self.env = (
+            num_envs,
+            iterations,
+            mode,
+            population,
+            env,
+        )
+        self.total_iterations = total_iterations = iterations * (warmup_calls + timed_calls)
+        self.work = work = WORK[env]()
+        begin = partial(init_carry, work, num_envs=num_envs)
+        train = partial(run, work=work, mode=mode, iterations=iterations, total_iterations=total_iterations, deal=deal)
+        if population > 1:
+            begin, train = jax.vmap(begin), jax.vmap(train)
+        self.carry = jax.block_until_ready(jax.jit(begin)(seed + jnp.arange(population) if population > 1 else seed))
+        start = time.perf_counter()
+        self.compiled = jax.jit(train, donate_argnums=0).lower(self.carry).compile()
+        self.compile_s = time.perf_counter() - start
+        for _ in range(warmup_calls):
+            self.carry, _, self.episodes = jax.block_until_ready(self.compiled(self.carry))
 
-    wall_s, cpu_s, episodes = [], [], None
-    for call in range(warmup_calls + repeats):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        carry, _, episodes = jax.block_until_ready(compiled(carry))
-        if call >= warmup_calls:
+    def measure(self, repeats: int) -> dict:
+        """Times `repeats` calls; the fields of `Measurement` in bench/harness.py."""
+        wall_s, cpu_s = [], []
+        for _ in range(repeats):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            self.carry, _, self.episodes = jax.block_until_ready(self.compiled(self.carry))
             wall_s.append(time.perf_counter() - start)
             cpu_s.append(time.process_time() - cpu_start)
-    assert episodes is not None
-    count = float(episodes.count.sum())
-    env_steps = iterations * UNROLL_LENGTH * num_envs * population
-    rates = [env_steps / w for w in wall_s]
-    return {
-        "framework": "jax",
-        "mode": mode,
-        "env": env,
-        "num_envs": num_envs,
-        "unroll_length": UNROLL_LENGTH,
-        "epochs": EPOCHS,
-        "minibatches": work.minibatches,
-        "batch_rows": UNROLL_LENGTH * num_envs,
-        "param_count": param_count,
-        "dtype": str(carry.params["actor"][0][0].dtype),
-        "iterations": iterations,
-        "total_iterations": total_iterations,
-        "compile_s": compile_s,
-        "population": population,
-        "env_steps": [env_steps] * repeats,
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
-        "episode_return": float(episodes.return_sum.sum()) / count if count else None,
-        "episodes": int(count),
-        "threads": {"cores": len(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS", "")},
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, **work.versions},
-    }
+        count = float(self.episodes.count.sum())
+        env_steps = self.iterations * UNROLL_LENGTH * self.num_envs * self.population
+        rates = [env_steps / w for w in wall_s]
+        on_cpu = jax.default_backend() == "cpu"
+        return {
+            "framework": "jax",
+            "mode": self.mode,
+            "env": self.env,
+            "num_envs": self.num_envs,
+            "unroll_length": UNROLL_LENGTH,
+            "epochs": EPOCHS,
+            "minibatches": self.work.minibatches,
+            "batch_rows": UNROLL_LENGTH * self.num_envs,
+            "param_count": sum(x.size for x in jax.tree.leaves(self.carry.params)) // self.population,
+            "dtype": str(self.carry.params["actor"][0][0].dtype),
+            "device": "cpu" if on_cpu else "cuda",
+            "tf32": not on_cpu and jax.config.jax_default_matmul_precision is None,  # what XLA does by default
+            "memory_bytes": 0 if on_cpu else jax.local_devices()[0].memory_stats()["peak_bytes_in_use"],
+            "iterations": self.iterations,
+            "total_iterations": self.total_iterations,
+            "compile_s": self.compile_s,
+            "population": self.population,
+            "env_steps": [env_steps] * repeats,
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+            "episode_return": float(self.episodes.return_sum.sum()) / count if count else None,
+            "episodes": int(count),
+            "threads": {"cores": len(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS", "")},
+            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, **self.work.versions},
+        }
 
 
 def main() -> None:
@@ -508,18 +591,21 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, default=1024)
     parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls")
+    parser.add_argument("--rounds", type=int, help="measure so often, whenever a line comes in")
     parser.add_argument("--mode", choices=["env_only", "policy", "update"], default="update")
     parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deal", action="store_true", help="each environment deals its own steps, as in torchpod")
     parser.add_argument("--population", type=int, default=1, help="members, aggregate rates")
     parser.add_argument("--threads", type=int, default=1, help="of torch; ignored here, where the cores decide")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true", help="print the JSON line instead of a sentence")
     args = parser.parse_args()
-    m = measure(
+    jax.config.update("jax_platforms", args.device)
+    prepared = Prepared(
         args.num_envs,
         args.iterations,
-        args.repeats,
+        args.repeats * (args.rounds or 1),
         args.mode,
         warmup=args.warmup,
         seed=args.seed,
@@ -527,6 +613,13 @@ def main() -> None:
         population=args.population,
         env=args.env,
     )
+    if args.rounds:
+        print(json.dumps({"ready": True}), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(prepared.measure(args.repeats)), flush=True)
+        print(json.dumps({"details": {}}), flush=True)
+        return
+    m = prepared.measure(args.repeats)
     if args.json:
         print(json.dumps(m))
     else:

@@ -1,4 +1,5 @@
-from torchpod.bench.anakin_worker import Clock, measure
+from torchpod.bench.anakin_worker import measure
+from torchpod.bench.clock import Clock
 
 
 def test_a_profile_accounts_for_the_timed_calls_alone():

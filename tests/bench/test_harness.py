@@ -58,6 +58,23 @@ def test_some_rows_alone(tmp_path, fake):
         run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_kartpole")
 
 
+def test_rejax_must_not_be_faster_than_our_jax_driver(tmp_path, fake):
+    cases, sides = [Case(64), Case(64, peer="rejax")], (fake("torchpod", 3000), fake("jax", 2000))
+    status, document = run_suite(tmp_path, *sides, cases=cases, rejax=fake("rejax", 1500))
+    assert status == 0 and [row["name"] for row in document["rows"] if row["unit"] != "s"] == [
+        "ppo_cartpole/64",
+        "rejax_cartpole/64",
+    ]
+    assert document["rows"][-1]["peer"]["name"] == "rejax" and document["rows"][-1]["ratio"] == pytest.approx(2.0)
+    status, document = run_suite(tmp_path, *sides, cases=cases, rejax=fake("rejax", 2500))
+    assert status == 1 and len(document["failures"]) == 1
+    assert document["failures"][0].startswith(
+        "rejax_cartpole/64: rejax did 2,500 env steps/s and our own JAX driver 2,000, so that ratios to it flatter us"
+    )
+    status, document = run_suite(tmp_path, *sides, cases=cases, rejax=fake("rejax", 1, missing="no rejax"))
+    assert status == 0 and document["rows"][-1]["note"] == "rejax: no rejax"
+
+
 def test_cores_are_part_of_a_case(tmp_path, fake, monkeypatch):
     cases = [Case(64, env="minatar_breakout"), Case(64, cores=2)]
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from torchpod.bench import gpu, report
+from torchpod.bench import report
 
 
 def document(date: str, commit: str, ratio: float | None, *, note: str = "", **more) -> dict:
@@ -79,15 +79,3 @@ def test_main_reads_the_folder_leaves_out_quick_runs_and_refuses_foreign_files(t
     (results / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is no benchmark result"):
         report.load(results)
-
-
-def test_the_gpu_suite_writes_what_the_report_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "NUM_ENVS", (8,))
-    monkeypatch.setattr(gpu, "HOST_CASES", ())
-    build = gpu.build
-    monkeypatch.setattr(gpu, "build", lambda device, num_envs, compiled: build(device, num_envs, compiled=False))
-    monkeypatch.setattr(gpu, "correctness", lambda device, num_envs: ([], ["it waits."]))
-    assert gpu.main(str(tmp_path / "gpu.json"), device="cpu") == 1
-    page = report.render(report.load(tmp_path))
-    assert "| ppo_cartpole/8 |" in page and "| setup_ppo_cartpole/8 |" in page
-    assert "- **it waits.**" in page

@@ -6,64 +6,80 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.bench import gpu
+from torchpod.bench import anakin_worker, gpu, gpu_checks, kernels
+from torchpod.compile import Compiler
 from torchpod.graph import Replay
+
+
+def build(env: str, num_envs: int, *, compiled: bool, device: str = "cpu"):
+    return anakin_worker.build(env, num_envs, 10, compiler=Compiler(compiled), device=device)
 
 
 @pytest.fixture(scope="module")
 def small_suite():
-    return gpu.correctness("cpu", num_envs=8)
+    return gpu_checks.correctness("cpu", num_envs=8)
 
 
-def test_uncaptured_program_on_cpu_equals_eager_and_compiled(small_suite):
+def test_uncaptured_program_on_cpu_equals_eager_and_compiled_and_resumes(small_suite):
     rows, failures = small_suite
     assert failures == []
     assert [row.name for row in rows] == [
         "difference_eager_compiled/8",
         "difference_compiled_captured/8",
         "different_integers_compiled_captured/8",
+        "different_after_resume_across_capture/8",
         "random_words_as_on_cpu/8",
+        "kernels_per_replay/8",
         "host_syncs_per_replay/8",
     ]
 
 
-def test_what_differs_and_what_waits_is_found():
-    state = gpu.build("cpu", 8, compiled=False).init(0)
+def test_what_differs_is_found():
+    state = build("cartpole", 8, compiled=False).init(0)
     other = state._replace(iteration=state.iteration + 1, episode_return=state.episode_return + 1)
-    assert gpu.different_integers(state, state) == [] and gpu.different_integers(state, other) == [".iteration"]
+    assert gpu_checks.different(state, state) == []
+    assert gpu_checks.different(state, other) == [".episode_return", ".iteration"]
+    assert gpu_checks.different(state, other, floats=False) == [".iteration"]
 
-    def event(name, start, end):
-        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+def test_what_runs_on_the_device_and_what_the_host_waits_for_is_found():
+    def event(name, start, end, device="CPU"):
+        where = SimpleNamespace(name=device)
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=where)
 
     events = [
+        event("replay", 0, 20, "CUDA"),  # the range, as the device has it: neither a kernel nor the host's window
         event("cudaDeviceSynchronize", 0, 1),
         event("replay", 2, 9),
         event("cudaGraphLaunch", 3, 4),
         event("cudaStreamSynchronize", 4, 5),
-        event("Memcpy DtoH (Device -> Pageable)", 10, 11),
+        event("triton_poi_fused_0", 5, 6, "CUDA"),
+        event("Memset (Device)", 6, 7, "CUDA"),
+        event("Memcpy DtoH (Device -> Pageable)", 10, 11, "CUDA"),
         event("cudaDeviceSynchronize", 12, 13),
     ]
-    assert gpu.waits(events) == ["cudaStreamSynchronize", "Memcpy DtoH (Device -> Pageable)"]
+    assert kernels.waits(events) == ["cudaStreamSynchronize", "Memcpy DtoH (Device -> Pageable)"]
+    assert kernels.kernels(events) == ["triton_poi_fused_0", "Memset (Device)", "Memcpy DtoH (Device -> Pageable)"]
 
 
 def test_a_replay_keeps_its_buffers_where_they_are():
-    anakin = gpu.build("cpu", 8, compiled=False)
+    anakin = build("cartpole", 8, compiled=False)
     replay = Replay(anakin.iterate, anakin.init(0), capture=False)
     before = [leaf.data_ptr() for leaf in pytree.tree_leaves(replay.state)]
     replay()
     assert [leaf.data_ptr() for leaf in pytree.tree_leaves(replay.state)] == before
-    assert int(replay.state.iteration) == 1
+    assert int(replay.state.iteration) == 1 and replay.capture_s == 0.0
 
 
 @pytest.mark.gpu
-def test_captured_iteration_on_cuda_equals_compiled_and_eager_without_host_syncs():
-    rows, failures = gpu.correctness("cuda", num_envs=1024)
+def test_captured_iteration_on_cuda_equals_compiled_and_eager_and_resumes_without_host_syncs():
+    rows, failures = gpu_checks.correctness("cuda", num_envs=1024)
     assert failures == [], rows
 
 
 @pytest.mark.gpu
 def test_captured_run_resumes_bit_for_bit():
-    anakin = gpu.build("cuda", 256, compiled=True)
+    anakin = build("cartpole", 256, compiled=True, device="cuda")
     state = anakin.init(0)
     through = Replay(anakin.iterate, state, capture=True)
     for _ in range(4):
@@ -74,5 +90,40 @@ def test_captured_run_resumes_bit_for_bit():
     rest = Replay(anakin.iterate, pytree.tree_map(torch.clone, half.state), capture=True)
     rest()
     rest()
-    for a, b in zip(pytree.tree_leaves(through.state), pytree.tree_leaves(rest.state), strict=True):
-        assert torch.equal(a, b)
+    assert gpu_checks.different(through.state, rest.state) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("env", anakin_worker.WORK)
+def test_every_program_of_the_suite_is_captured_and_counted(env):
+    prepared = anakin_worker.Prepared(build(env, 64, compiled=True, device="cuda"), "update", 2, capture=True)
+    prepared.prepare_env()
+    m = prepared.measure(2)
+    details = prepared.details(repeats=2)
+    assert (
+        m.get("device") == "cuda"
+        and m.get("memory_bytes", 0) > 0
+        and all(0 < x <= 2 * m["batch_rows"] for x in m["env_steps"])
+    )
+    assert details["kernels"] > m["unroll_length"] and details["capture_s"] > 0
+    assert 0 < details["env_s"] < details["iteration_s"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["env_only", "policy"])
+@pytest.mark.parametrize("env", ["cartpole", "pendulum"])
+def test_parts_of_an_iteration_are_captured_and_do_as_many_steps_as_uncaptured_ones(env, mode):
+    counts = {}
+    for device in ("cpu", "cuda"):
+        on_gpu = device == "cuda"
+        anakin = build(env, 16, compiled=on_gpu, device=device)
+        prepared = anakin_worker.Prepared(anakin, mode, 1, compiler=Compiler(on_gpu), capture=on_gpu)
+        counts[device] = [prepared.measure(1)["env_steps"][0] for _ in range(4)]
+    # Pendulum's episodes are cut, CartPole's end when floats say so.
+    assert counts["cuda"] == (counts["cpu"] if env == "pendulum" else pytest.approx(counts["cpu"], rel=0.02))
+
+
+@pytest.mark.gpu
+def test_the_suite_runs_on_a_gpu(tmp_path):
+    cases = (gpu.Case("pendulum", 64), gpu.Case("grid_world", 64))
+    assert gpu.main(str(tmp_path / "out.json"), quick=True, cases=cases, only="ppo_pendulum") == 0

@@ -1,6 +1,7 @@
 """Sebulba with captured inference and update on a GPU; its logic on the CPU is in tests/sebulba."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils import _pytree as pytree
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.bench import gpu
+from torchpod.bench.gpu import HostCase
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
@@ -65,12 +67,14 @@ def test_with_a_fixed_lag_two_captured_runs_are_equal_whatever_threads_and_strea
 
 @pytest.mark.gpu
 def test_envpool_feeds_a_gpu():
-    rows = gpu.host_throughput("cuda", "CartPole-v1", 64, 16, iterations=4)
-    assert all((row.value or 0.0) > 0 for row in rows)
+    rows, failures = gpu.host_rows([HostCase("CartPole-v1", 64, 16)], "cuda", time.monotonic() + 300, quick=True)
+    assert failures == [] and all((row.value or 0.0) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_rows_of_host_environments_are_measured_on_the_cpu_too():
-    rows = gpu.host_throughput("cpu", "CartPole-v1", 8, 8, iterations=1)
+    rows, failures = gpu.host_rows([HostCase("CartPole-v1", 8, 8)], "cpu", time.monotonic() + 300, quick=True)
+    assert failures == []
     assert [row.name for row in rows] == [
         "raw_envpool_CartPole-v1/8x8",
         "impala_CartPole-v1/8x8",

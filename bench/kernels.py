@@ -1,0 +1,42 @@
+"""What runs on a GPU during one replay, and whether the host waits meanwhile, by torch's profiler."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from torchpod.graph import Replay
+
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+REPLAY = "replay"
+
+
+def profiled(replay: Replay) -> list[Any]:
+    """The profiler's events of one replay, in the range `REPLAY`; the last synchronisation is the profiler's own."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with (
+        torch.profiler.profile(activities=activities, acc_events=True) as profile,
+        torch.profiler.record_function(REPLAY),
+    ):
+        replay()
+    return list(profile.events() or [])
+
+
+def kernels(events: Iterable[Any]) -> list[str]:
+    """Names of what ran on the device: kernels, copies and fills. A range appears there as well, and is none."""
+    return [e.name for e in events if e.device_type.name != "CPU" and e.name != REPLAY]
+
+
+def waits(events: Iterable[Any]) -> list[str]:
+    """Names of the events within the replay in which the host waits, or a copy to it goes on."""
+    events = list(events)
+    window = next(e.time_range for e in events if e.name == REPLAY and e.device_type.name == "CPU")
+    return [
+        e.name
+        for e in events
+        if "Memcpy DtoH" in e.name
+        or (any(sync in e.name for sync in SYNCS) and window.start <= e.time_range.start <= window.end)
+    ]

@@ -1,0 +1,218 @@
+"""Suite gpu on the CPU: what is run when, what the rows say, which goals are missed."""
+
+import dataclasses
+import json
+import sys
+import textwrap
+
+import pytest
+
+from torchpod.bench import gpu, harness, report
+from torchpod.bench.gpu import Case, HostCase
+from torchpod.bench.harness import RowMaker, Worker, WorkerError
+from torchpod.bench.served import Result
+
+FAKE = textwrap.dedent(
+    """
+    import json, sys
+    name, rate, params, *arguments = sys.argv[1:]
+    options = dict(zip(arguments[::2], arguments[1::2]))
+    num_envs, repeats = int(options["--num-envs"]), int(options["--repeats"])
+    rows = int(options["--iterations"]) * 128 * num_envs
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(dict(
+            framework=name, env=options["--env"], mode=options["--mode"], num_envs=num_envs, unroll_length=128,
+            epochs=4, minibatches=4, batch_rows=128 * num_envs, param_count=int(params), dtype="float32",
+            device="cuda", tf32=True, memory_bytes=1000, iterations=int(options["--iterations"]),
+            total_iterations=1, compile_s=5.0, env_steps=[rows] * repeats, wall_s=[rows / float(rate)] * repeats,
+            cpu_s=[0.0] * repeats, env_steps_per_s=dict(median=float(rate), min=1.0, max=1.0),
+            episode_return=-100.0, episodes=3, threads={}, versions={name: "1"})), flush=True)
+    details = dict(capture_s=1.5, kernels=1000, iteration_s=0.004, env_s=0.001, layers=[[4, 64]],
+                   observation_size=4, state_bytes=20.0)
+    print(json.dumps({"details": details if name == "torchpod" else {}}))
+    """
+)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    monkeypatch.setattr(gpu, "correctness", lambda device, num_envs: ([], []))
+
+    def make(name: str, rate: float, *, params: int = 9155, missing: str | None = None) -> Worker:
+        return Worker(name, (sys.executable, "-S", str(script), name, str(rate), str(params)), missing=missing)
+
+    return make
+
+
+def run_suite(tmp_path, *workers: Worker, **knobs) -> tuple[int, dict]:
+    path = tmp_path / "out.json"
+    options = {"cases": (Case("cartpole", 1024),), "host_cases": (), "rounds": 2, "device": "cpu", **knobs}
+    return gpu.main(str(path), workers=(workers[0], workers[1]), **options), json.loads(path.read_text())
+
+
+def test_a_case_is_a_ratio_with_what_it_cost_beside_it(tmp_path, fake):
+    cases = (Case("cartpole", 1024), Case("grid_world", 32_768))
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), cases=cases)
+    assert status == 0, document["failures"]
+    rows = {row["name"]: row for row in document["rows"]}
+    assert [name.partition("/")[0] for name in rows] == [
+        prefix + work
+        for work in ("ppo_cartpole", "a2c_grid_world")
+        for prefix in ("", "compile_", "capture_", "kernels_", "outside_env_")
+    ]
+    row = rows["ppo_cartpole/1024"]
+    assert row["ratio"] == pytest.approx(1.5) and len(row["repeats"]) == 4 and row["cpu_share"] is None
+    assert row["note"] == "TF32 on; iteration 4.00 ms, no floor is known for this device"
+    assert rows["kernels_ppo_cartpole/1024"]["value"] == 1000
+    assert rows["outside_env_ppo_cartpole/1024"]["value"] == pytest.approx(0.75)
+    row = rows["a2c_grid_world/32768"]
+    assert row["peer"] is None and "there is no JAX driver for it" in row["note"]
+
+
+def test_some_rows_alone(tmp_path, fake):
+    cases = (Case("cartpole", 1024), Case("pendulum", 1024))
+    workers = fake("torchpod", 3e9), fake("jax", 2e9)
+    _, document = run_suite(tmp_path, *workers, cases=cases, only="ppo_pendulum")
+    assert document["rows"][0]["name"] == "ppo_pendulum/1024" and len(document["rows"]) == 5
+    assert run_suite(tmp_path, *workers, only="correctness")[1]["rows"] == []
+    with pytest.raises(ValueError, match="--only ppo_pendel is no row of gpu"):
+        run_suite(tmp_path, *workers, cases=cases, only="ppo_pendel")
+
+
+def test_unequal_work_a_failing_peer_and_failing_checks_fail_the_suite(tmp_path, fake, monkeypatch):
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9, params=1))
+    assert status == 1 and "param_count is 9155 in torchpod and 1 in jax" in document["failures"][0]
+    broken = Worker("jax", (sys.executable, "-S", "-c", "raise SystemExit('out of memory')"))
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), broken)
+    assert document["failures"] == ["ppo_cartpole/1024: jax failed (exit status 1): out of memory"] and status == 1
+
+    def raises(device, num_envs):
+        raise RuntimeError("capture failed\nmore")
+
+    monkeypatch.setattr(gpu, "correctness", raises)
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
+    assert status == 1 and document["failures"] == ["correctness: RuntimeError: capture failed"]
+    assert document["rows"][0]["ratio"] == pytest.approx(1.5)
+    page = report.render(report.load(tmp_path))
+    assert "| ppo_cartpole/1024 |" in page and "| kernels_ppo_cartpole/1024 |" in page
+    assert "- **correctness: RuntimeError: capture failed**" in page
+
+
+def test_a_peer_that_is_not_installed_is_a_note(tmp_path, fake):
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9, missing="no jax here"))
+    assert status == 0 and "no jax here" in document["rows"][0]["note"] and document["rows"][0]["value"]
+
+
+def test_what_the_time_did_not_suffice_for_is_told(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
+    host = HostCase("CartPole-v1", 8, 8)
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), host_cases=(host,), budget_s=0.0)
+    assert status == 1
+    assert document["failures"][0].startswith("ppo_cartpole/1024: torchpod was not measured")
+    assert document["failures"][1] == "impala_CartPole-v1/8x8: not measured, 0 s of the suite's time were left."
+
+
+def test_both_sides_get_the_same_arguments_and_larger_batches_fewer_iterations():
+    found = {}
+    for case in gpu.CASES:
+        arguments = gpu.case_arguments(case, 2, 3, "cuda", quick=False)
+        found[case.name] = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    small, large = found["ppo_cartpole/1024"], found["ppo_cartpole/65536"]
+    assert (small["--iterations"], small["--warmup"]) == ("31", "61") and small["--device"] == "cuda"
+    assert (large["--iterations"], large["--warmup"]) == ("2", "8")
+    assert (small["--rounds"], small["--repeats"], small["--mode"]) == ("3", "2", "update")
+
+
+def test_waves_fit_into_memory_and_sides_that_do_not_fit_together_run_apart():
+    ours, peer = Worker("torchpod", ()), Worker("jax", ())
+    cases = [Case("cartpole", 1024), Case("minatar_breakout", 65_536), Case("grid_world", 32_768)]
+    limit = 1.2 * cases[1].memory_bytes
+    waves = gpu.plan(cases, ours, peer, limit)
+    assert [[(case.env, worker.name) for case, worker in wave] for wave in waves] == [
+        [("cartpole", "torchpod"), ("cartpole", "jax"), ("minatar_breakout", "torchpod"), ("grid_world", "torchpod")],
+        [("minatar_breakout", "jax")],
+    ]
+    for wave in gpu.plan(gpu.CASES, ours, peer, 97e9):
+        assert sum(case.memory_bytes for case, _ in wave) <= 97e9
+    assert sum(map(len, gpu.plan(gpu.CASES, ours, peer, 97e9))) == 26
+    assert len(gpu.plan(gpu.CASES, ours, peer, float("inf"))) == 1
+
+
+def test_goals_hold_up_to_4096_environments_and_from_65536_on():
+    def row(name, value=None, ratio=None):
+        return dataclasses.replace(RowMaker().alone(name, 0.0, "env_steps/s"), value=value, ratio=ratio)
+
+    assert gpu.missed([row("ppo_cartpole/4096", ratio=2.0), row("ppo_cartpole/65536", ratio=1.2)]) == []
+    assert gpu.missed([row("ppo_cartpole/16384", ratio=0.5), row("compile_ppo_cartpole/1024", ratio=9.0)]) == []
+    assert gpu.missed([row("ppo_cartpole/4096", ratio=1.9), row("ppo_pendulum/65536", ratio=1.1)]) == [
+        "ppo_cartpole/4096: 1.90 x JAX, the goal is 2.0.",
+        "ppo_pendulum/65536: 1.10 x JAX, the goal is 1.2.",
+    ]
+    worlds = [row("a2c_grid_world/32768", 40e6), row("a2c_grid_world/131072", 60e6)]
+    assert gpu.missed(worlds) == []
+    assert gpu.missed(worlds[:1]) == ["a2c_grid_world/32768: 40,000,000 env steps/s, the goal is 50,000,000."]
+
+
+def test_the_floor_stands_beside_the_rate():
+    details = {
+        "kernels": 1500,
+        "iteration_s": 0.004,
+        "observation_size": 4,
+        "state_bytes": 20.0,
+        "layers": [(4, 64), (64, 2)],
+    }
+    case = Case("cartpole", 1024)
+    # 131,072 rows * (2 * 20 + 5 * 40) bytes = 31.5 MB; * (768 + 4 * (3 * 768 - 512)) = 1.04 GFLOP
+    assert gpu.floor_note(case, {"epochs": 4, "tf32": True}, details, "NVIDIA H200") == (
+        "iteration 4.00 ms, floor 1.50: launches 1.50 (1500), bytes 0.01 (0.03 GB), flops 0.00 (0.00 T)"
+    )
+    assert gpu.floor_note(case, {"epochs": 4}, details, "a GPU") == (
+        "iteration 4.00 ms, no floor is known for this device"
+    )
+
+
+def test_memory_is_compared_on_a_gpu_alone():
+    m = {"memory_bytes": 10, "wall_s": [1.0], "cpu_s": [1.0], "compile_s": 1.0, "env_steps": [5.0]}
+    m |= {"threads": {}, "versions": {}, "device": "cuda"}
+    results = Result([m], {}), Result(WorkerError("jax: gone"), {})  # pyright: ignore[reportArgumentType]
+    rows, failures = gpu.case_rows(
+        RowMaker(), Case("cartpole", 8), *results, Worker("jax", (), missing="gone"), device="cuda"
+    )
+    assert [row.name for row in rows] == ["ppo_cartpole/8", "compile_ppo_cartpole/8", "memory_ppo_cartpole/8"]
+    assert rows[2].value == 10
+    assert failures == ["ppo_cartpole/8: the profiler saw no kernel, or the worker ended before it could say so."]
+
+
+def test_tf32_on_one_side_and_a_peer_on_the_cpu_are_unequal_work():
+    m = {key: 1 for key in harness.EQUAL_WORK} | {"framework": "a", "mode": "update", "num_envs": 4}
+    on_gpu = m | {"device": "cuda", "tf32": True}
+    assert harness.unequal_work(on_gpu, on_gpu) == []  # pyright: ignore[reportArgumentType]
+    assert harness.unequal_work(on_gpu, m | {"framework": "b"}) == [  # pyright: ignore[reportArgumentType]
+        "update/4: unequal work: device is 'cuda' in a and 'cpu' in b.",
+        "update/4: unequal work: tf32 is True in a and False in b.",
+    ]
+
+
+def test_returns_below_zero_are_compared_too():
+    def m(episode_return):
+        return {"mode": "update", "num_envs": 4, "framework": "x", "episode_return": episode_return}
+
+    assert harness.unequal_returns(m(-1200.0), m(-1000.0)) == []  # pyright: ignore[reportArgumentType]
+    assert len(harness.unequal_returns(m(-1200.0), m(-600.0))) == 1  # pyright: ignore[reportArgumentType]
+    assert harness.unequal_returns(m(60.0), m(100.0)) == []  # pyright: ignore[reportArgumentType]
+    assert len(harness.unequal_returns(m(59.0), m(100.0))) == 1  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("env", ["pendulum", "grid_world"])
+def test_the_real_workers_on_the_cpu_uncompiled(tmp_path, fake, env):
+    ours, peer = gpu.default_workers()
+    ours = dataclasses.replace(ours, command=(*ours.command, "--eager"))
+    status, document = run_suite(
+        tmp_path, ours, peer, cases=(Case(env, 8),), quick=True, only="ppo" if env == "pendulum" else "a2c"
+    )
+    assert status == 0, document["failures"]
+    row = document["rows"][0]
+    assert row["value"] > 0 and (row["ratio"] is not None) == (env == "pendulum" and peer.missing is None)
