@@ -9,7 +9,7 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= 2
 # More overrides, e.g. make train ARGS="num_envs=64 compile=false"; make test ARGS="-k vtrace".
 ARGS ?=
-# Of benchmarks; all of them, anakin envs population reuse scaling sebulba (and gpu), take three hours.
+# Of benchmarks; all of them, anakin brax envs population reuse scaling sebulba (and gpu), take three hours and a half.
 SUITES ?= anakin
 
 VENV := .venv
@@ -77,10 +77,11 @@ $(READY):
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.ready-* && touch $@
 
-# What only tests need: EnvPool, half a gigabyte; the package of MinAtar, of whose dependencies they need NumPy alone; and
-# Triton, one gigabyte, in a folder that no other program sees (with torch for CUDA comes one of its own).
+# What only tests need: EnvPool, half a gigabyte; Brax and JAX for the CPU, 0.6 of one; the package of MinAtar, of whose
+# dependencies they need NumPy alone; and Triton, one gigabyte, in a folder that no other program sees (with torch for
+# CUDA comes one of its own).
 $(HOST_READY): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[envpool]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[envpool,brax]"
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps MinAtar
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/triton triton==3.9.0
 	@rm -f $(VENV)/.host-* && touch $@

@@ -8,7 +8,12 @@ if __name__ == "bench":
     raise ImportError("import torchpod.bench, not bench")
 
 # Suite -> module of this package; read when it is asked for, so that one suite never needs what another imports.
-SUITES = {name: name for name in ("anakin", "envs", "gpu", "population", "reuse", "scaling", "sebulba")}
+SUITES = {
+    name: name for name in ("anakin", "brax", "envs", "gpu", "losses", "population", "reuse", "scaling", "sebulba")
+}
+
+HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses")
+"""Suites that know `--only`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,10 +25,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
     parser.add_argument("--json", metavar="FILE", help="write the rows here instead of bench/results/")
     parser.add_argument("--quick", action="store_true", help="one size, two short rounds: does it work at all?")
-    parser.add_argument("--only", metavar="NAME", help="of anakin and envs, the rows whose names begin so")
+    parser.add_argument("--only", metavar="NAME", help=f"of {', '.join(HAVE_PARTS)}: the rows whose names begin so")
     args = parser.parse_args(argv)
-    if args.only and args.suite not in ("anakin", "envs"):
-        raise ValueError(f"--only {args.only} is for the suites anakin and envs; {args.suite} is run whole.")
+    if args.only and args.suite not in HAVE_PARTS:
+        told = f"{', '.join(HAVE_PARTS[:-1])} and {HAVE_PARTS[-1]}"
+        raise ValueError(f"--only {args.only} is for the suites {told}; {args.suite} is run whole.")
     if args.suite == "report":
         return importlib.import_module(f"{__name__}.report").main()
     options = {"only": args.only} if args.only else {}

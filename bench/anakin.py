@@ -1,8 +1,10 @@
 """Suite `anakin`: PPO on CartPole-v1 and on MinAtar's Breakout, torchpod beside JAX on the same cores, in one run.
 
-    torchpod bench anakin [--json FILE] [--quick]
+    torchpod bench anakin [--json FILE] [--quick] [--only NAME]
 
-Time is a budget: environment only, + policy, + update; compile time cold and warm beside it. Read harness.py first.
+Time is a budget: environment only, + policy, + update; compile time cold and warm beside it. The JAX driver is our own;
+rows `rejax_...` have PPO of a third party beside torchpod's, and the suite fails where that is faster than our driver.
+Read harness.py first.
 """
 
 import math
@@ -25,11 +27,14 @@ class Case(NamedTuple):
     """Any of `MODES`."""
     env: str = "cartpole"
     cores: int = 1
+    peer: str = "jax"
+    """Or "rejax", PPO that others wrote: it must not be faster than jax_ppo.py."""
 
     @property
     def name(self) -> str:
         """Of its row."""
-        return f"{MODES[self.mode]}_{self.env}/{self.num_envs}" + (f" on {self.cores} cores" if self.cores > 1 else "")
+        work = MODES[self.mode] if self.peer == "jax" else self.peer
+        return f"{work}_{self.env}/{self.num_envs}" + (f" on {self.cores} cores" if self.cores > 1 else "")
 
 
 MODES = {"env_only": "env_only", "policy": "env_policy", "update": "ppo"}
@@ -37,6 +42,7 @@ CASES = (
     *(Case(num_envs, mode) for num_envs in (4, 64, 1024, 4096) for mode in MODES),
     *(Case(num_envs, env="minatar_breakout") for num_envs in (64, 1024)),
     *(Case(num_envs, cores=2) for num_envs in (1024, 4096)),
+    *(Case(num_envs, peer="rejax") for num_envs in (64, 1024)),
 )
 UNROLL_LENGTH = 128
 # Environment steps of one timed call, half a second or more of it for the faster side; fewer, by the square root, below
@@ -74,6 +80,7 @@ def main(
     repeats: int = 3,
     core: int | None = None,
     workers: tuple[Worker, Worker] | None = None,
+    rejax: Worker | None = None,
     figures: Figures = FIGURES,
     only: str | None = None,
 ) -> int:
@@ -87,23 +94,25 @@ def main(
       repeats: timed calls in a round.
       core: the core that both sides are pinned to; None for the last one.
       workers: torchpod's and the peer's; None for the real ones.
+      rejax: that of rejax; None for the real one.
       figures: what the peer is known to reach.
       only: measure the rows whose names begin with this; the page then shows this run in their place.
 
     Returns:
-      0, or 1 if the peer was below its figure, the work was unequal, torchpod's own side failed or there are too few
-      cores for a row.
+      0, or 1 if the peer was below its figure or slower than rejax, the work was unequal, torchpod's own side failed or
+      there are too few cores for a row.
     """
     if quick:
-        cases, rounds, repeats = (Case(1024),), 2, 1
+        cases, rounds, repeats = (Case(1024), Case(1024, peer="rejax")), 2, 1
     if core is None:
         core = harness.last_core()
-    ours, peer = workers or default_workers()
+    ours, jax = workers or default_workers()
     load_average = os.getloadavg()
     calibrations = [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
 
     for case in harness.chosen(cases, only, "anakin"):
+        peer = jax if case.peer == "jax" else rejax or rejax_worker()
         if case.cores > len(os.sched_getaffinity(0)):
             failures.append(f"{case.name}: not measured, there are too few cores.")
             continue
@@ -114,17 +123,18 @@ def main(
         a, b = results[ours.name], results[peer.name]
         rows.append(make.rate(case.name, a, b, peer_name=peer.name))
         print(describe(rows[-1]), flush=True)
-        if case.mode == "update" and case.cores == 1:
+        if case.mode == "update" and case.cores == 1 and case.peer == "jax":
             rows += compile_rows(make, case.name, a, b, peer.name)
             for row in rows[-2:]:
                 print(describe(row), flush=True)
-        failures += harness.problems(case.name, a, b)
+        # rejax's networks begin otherwise: in so few steps it is ahead.
+        failures += harness.problems(case.name, a, b, returns=not quick or case.peer == "jax")
         calibrations.append(harness.calibrate(core))
 
     return harness.finish(
         "anakin",
         rows,
-        failures=failures,
+        failures=[*failures, *slower_than_rejax(rows)],
         calibrations=calibrations,
         figures=figures,
         load_average=load_average,
@@ -141,6 +151,25 @@ def default_workers() -> tuple[Worker, Worker]:
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.anakin_worker")),
         Worker("jax", (python, driver), missing=missing),
     )
+
+
+def rejax_worker() -> Worker:
+    """PPO of rejax, in the Python of `.venv-peers`."""
+    python, missing = harness.peers_python()
+    return Worker("rejax", (python, str(harness.ROOT / "bench" / "peers" / "rejax_ppo.py")), missing=missing)
+
+
+def slower_than_rejax(rows: Sequence[Row]) -> list[str]:
+    """One sentence for each case in which jax_ppo.py, measured in this run too, was slower than rejax."""
+    peers, found = {row.name: row.peer for row in rows}, []
+    for name, rejax in peers.items():
+        ours = peers.get(name.replace("rejax_", "ppo_", 1))
+        if name.startswith("rejax_") and rejax and ours and ours["value"] < rejax["value"]:
+            found.append(
+                f"{name}: rejax did {rejax['value']:,.0f} env steps/s and our own JAX driver {ours['value']:,.0f}, so"
+                " that ratios to it flatter us: repair jax_ppo.py, or use a quiet machine."
+            )
+    return found
 
 
 def case_arguments(case: Case, repeats: int, *, learn: bool, seed: int) -> list[str]:

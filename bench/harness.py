@@ -279,9 +279,10 @@ class RowMaker:
         peer: list[Measurement] | WorkerError,
         *,
         peer_name: str,
+        unit: str = "env_steps/s",
     ) -> Row:
-        """Environment steps per second: the median of a round's calls, then over the rounds."""
-        return self._row(name, "env_steps/s", ours, peer, peer_name, rates)
+        """Environment steps (or what is counted) per second: the median of a round's calls, then over the rounds."""
+        return self._row(name, unit, ours, peer, peer_name, rates)
 
     def compile_time(
         self,

@@ -18,13 +18,14 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.delayed_chain import DelayedChain
 from torchpod.envs.grids.four_rooms import FourRooms
 from torchpod.envs.grids.grid_world import GridWorld
-from torchpod.envs.host import EnvPool, Gymnasium
+from torchpod.envs.host import Brax, EnvPool, Gymnasium
 from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
 from torchpod.envs.point_mass import PointMass
 
 MAKERS: dict[str, Callable[..., Env]] = {
     "acrobot": Acrobot,
     "bernoulli_bandit": BernoulliBandit,
+    "brax": Brax,
     "cartpole": CartPole,
     "catch": Catch,
     "deep_sea": DeepSea,
@@ -50,6 +51,7 @@ __all__ = [
     "Acrobot",
     "Asterix",
     "BernoulliBandit",
+    "Brax",
     "Breakout",
     "CartPole",
     "Catch",

@@ -1,5 +1,6 @@
 """Every file in configs/, and what `load` refuses."""
 
+import importlib.util
 import inspect
 from pathlib import Path
 
@@ -36,7 +37,10 @@ def test_the_groups_hold_what_there_is():
 def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
     if override == "env=envpool" or "pong" in override:
         pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
-    host = ["loop=sebulba"] if override in ("env=envpool", "env=gymnasium") else []
+    if override == "env=brax" and importlib.util.find_spec("brax") is None:
+        pytest.skip("the extra `brax` is not installed")
+    host = ["loop=sebulba"] if override in ("env=brax", "env=envpool", "env=gymnasium") else []
+    host += ["env.task=fast"] if override == "env=brax" else []  # others take long to compile
     host += ["env=pendulum"] if override in ("algo=apg", "algo=shac") else []
     host += ["+env.max_episode_steps=20"] if "pong" in override else []
     run = execute(load([override, *host, *TINY, f"run_dir={tmp_path / 'run'}"]))

@@ -43,6 +43,7 @@ def test_the_whole_report_on_this_machine(here, capsys):
         "matplotlib",
         "av",
         "envpool",
+        "brax",
         "./runs",
     ):
         assert f" {name}" in out

@@ -29,6 +29,7 @@ _OPTIONAL = {
     "matplotlib": ("plot", "torchpod plot"),
     "av": ("video", "torchpod eval RUN --video FILE.mp4"),
     "envpool": ("envpool", "env=envpool"),
+    "brax": ("brax", "env=brax"),
 }
 """Distribution to (extra of torchpod-rl, what needs it)."""
 

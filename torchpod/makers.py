@@ -75,6 +75,8 @@ def _make_bare(config: dict[str, Any]) -> Env:
         if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
             env.close()
             return envs.Gymnasium(_HostMaker(str(Path(config["name"]).resolve()), arguments, maker), **wrapping)
+        if "brax.envs" in sys.modules and isinstance(env, sys.modules["brax.envs"].Env):
+            env = envs.Brax(env)
     except Exception as error:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {told}") from error

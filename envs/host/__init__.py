@@ -1,6 +1,7 @@
 """Host environments: those of other libraries, behind the contract of `torchpod.env.Env`."""
 
+from torchpod.envs.host.brax import Brax
 from torchpod.envs.host.envpool import EnvPool
 from torchpod.envs.host.gymnasium import Gymnasium
 
-__all__ = ["EnvPool", "Gymnasium"]
+__all__ = ["Brax", "EnvPool", "Gymnasium"]

@@ -62,7 +62,7 @@ def test_one_row_alone(tmp_path, monkeypatch):
     assert (document["only"], len(document["rows"])) == ("x", 1)
     with pytest.raises(ValueError, match="--only y is no row of envs"):
         run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="y")
-    with pytest.raises(ValueError, match="--only x is for the suites anakin and envs; reuse is run whole"):
+    with pytest.raises(ValueError, match="for the suites anakin, brax, envs, gpu and losses; reuse is run whole"):
         bench.main(["reuse", "--only", "x"])
 
 
@@ -88,7 +88,7 @@ def test_the_worker_counts_transitions_and_no_resets():
 
 def test_every_environment_has_a_row():
     names = [case.name for case in CASES] + list(envs.ALONE)
-    tensor = [name for name in MAKERS if name not in ("envpool", "gymnasium")]
+    tensor = [name for name in MAKERS if name not in ("brax", "envpool", "gymnasium")]
     assert sorted(names) == sorted(tensor)
 
 
