@@ -8,6 +8,7 @@ from torchpod.algos.apg import APG, APGConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.shac import SHAC, SHACConfig
+from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 
 MAKERS = {
     "a2c": (A2C, A2CConfig),
@@ -15,5 +16,6 @@ MAKERS = {
     "impala": (IMPALA, IMPALAConfig),
     "ppo": (PPO, PPOConfig),
     "shac": (SHAC, SHACConfig),
+    "torchrl": (torchrl_agent, TorchRLConfig),
 }
-"""Name to (agent class, config dataclass); an agent is built as `Agent(env.spec, config)`."""
+"""Name to (agent class or function, config dataclass); an agent is built as `Agent(env.spec, config)`."""

@@ -31,9 +31,13 @@ class Agent(nn.Module):
     """Names in `Batch.steps` that the learner brings to mean 0, std 1, per minibatch and over all ranks."""
     target_rate: float | None = None
     """Target parameters follow by `target += rate * (params - target)` after each update; None for no targets."""
+    target_interval: int = 1
+    """Targets follow after every so many updates."""
     max_lag: int | None = 0
     """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
 
+    may_fall_back: bool = False
+    """True: what does not compile of this agent runs uncompiled, after a warning that says why."""
     through_env: bool = False
     """True: the gradient of `loss` also flows through the trajectory, that is through the steps of the environment that
     led there, to the actions and parameters (through_env.py). The agent is `recurrent`, its losses are summed, and it

@@ -168,7 +168,7 @@ class Anakin:
         self.num_iterations, self.population = num_iterations, compiler.population
         self.learner = Learner(self.agent, learner, num_iterations=num_iterations, compiler=compiler, ranks=ranks)
         self._axis = 0 if self.population == 1 else 1
-        self._step = compiler(make_step(self.agent, env))
+        self._step = compiler(make_step(self.agent, env), fall_back=self.agent.may_fall_back)
         self._count = compiler(count_episodes)
         self._through = self._reuse = None
         if self.agent.through_env:
@@ -183,12 +183,10 @@ class Anakin:
         return stack([self._init_one(s) for s in members or range(seed, seed + self.population)])
 
     def _init_one(self, seed: int) -> RunState:
+        placed = {"ranks": self.ranks, "device": self.device}
         return init_state(
-            seed, self.make_agent, self.learner, self._start, self.num_envs, ranks=self.ranks, device=self.device
+            seed, self.make_agent, self.learner, lambda a, keys: start(a, self.env, keys), self.num_envs, **placed
         )
-
-    def _start(self, agent: Agent, env_keys: Tensor) -> Carry:
-        return start(agent, self.env, env_keys)
 
     def rollout(self, state: RunState) -> tuple[Carry, Trajectory]:
         """The first half of an iteration."""

@@ -46,12 +46,20 @@ class Compiler:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
 
-    def __call__(self, fn: Callable[..., Any], *, compilations: int | None = None) -> Callable[..., Any]:
-        """The function, vmapped and compiled as this run wants it."""
+    def __call__(
+        self, fn: Callable[..., Any], *, compilations: int | None = None, fall_back: bool = False
+    ) -> Callable[..., Any]:
+        """The function, vmapped and compiled as this run wants it.
+
+        Args:
+          fn: pure.
+          compilations: input signatures, if other than `max_compilations`.
+          fall_back: run it uncompiled, with a warning, if it cannot be compiled.
+        """
         limit = compilations or self.max_compilations
         if not self.enabled:
             return fn if self.population == 1 else _each_member(fn, self.population)
-        return Compiled(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit)
+        return Compiled(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit, fall_back=fall_back)
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function that does nothing but call compiled ones, without Python between them (recorded.py)."""

@@ -28,7 +28,7 @@ from torchpod import algos, configs
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import SebulbaConfig
 
-GROUPS = ("algo", "env", "loop", "logger", "experiment")
+GROUPS = ("algo", "env", "loop", "logger", "loss", "experiment")
 OBJECT = "object:"
 """Before the class of an environment that was handed over as a Python object, in place of its name."""
 _AT_LEAST_1 = (
@@ -329,6 +329,8 @@ def _check_override(override: str, base: Sequence[str]) -> None:
 
 def _takes_more(key: str, base: Sequence[str]) -> bool:
     """Whether the environment or agent that it belongs to is of the user's, or has options that are the library's."""
+    if key.startswith("algo.agent.arguments."):
+        return "algo.agent.arguments" in base
     if key.startswith("algo.agent."):
         return not any(known.startswith("algo.agent.") for known in base)
     more = "env.task" in base or not any(known.startswith("env.") and known != "env.name" for known in base)

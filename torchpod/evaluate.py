@@ -100,7 +100,7 @@ def _play(
             state = pytree.tree_map(lambda x: x.expand(compiler.population, *x.shape).clone(), state)
         carry, env_keys, actor_keys, score = state
         pure = env.traits.pure
-        compiled = compiler(advance) if pure else advance
+        compiled = compiler(advance, fall_back=agent.may_fall_back) if pure else advance
         for i in range(max_steps):
             carry, score = compiled(variables, carry, env_keys, actor_keys, score)
             if (i % 32 == 31 or not pure) and bool(score.finished.all()):

@@ -5,8 +5,13 @@ Below `Compiler` in compile.py, which is what the loops use.
 
 import contextlib
 import importlib
+import os
+import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +22,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -62,9 +67,10 @@ class Compiled:
       fn: pure; takes and returns trees of tensors.
       name: in errors.
       limit: input signatures.
+      fall_back: call the function as it is, after a warning, if it cannot be traced.
     """
 
-    def __init__(self, fn: Callable[..., Any], name: str, limit: int) -> None:
+    def __init__(self, fn: Callable[..., Any], name: str, limit: int, *, fall_back: bool = False) -> None:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             from torch._inductor.compile_fx import compile_fx
 
@@ -79,6 +85,7 @@ class Compiled:
         traced.__code__ = traced.__code__.replace()
         self._differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
         self._traced, self._name, self._limit = traced, name, limit
+        self._fall_back, self._fell_back = fall_back, False
         self._programs: list[_Program] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -87,6 +94,9 @@ class Compiled:
             inputs = program.read(args)
             if inputs is not None:
                 return program.write(program.run(inputs) if RECORDING.calls is None else program.recorded(inputs))
+        if self._fell_back:
+            with torch.no_grad():
+                return self._traced(*args)
         leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         if any(is_functorch_wrapped_tensor(x) for x in leaves):
             return self._differentiable(*args)
@@ -98,7 +108,13 @@ class Compiled:
             return self(*unalias(args))
         if len(self._programs) >= self._limit:
             raise unexpected(self._name, self._programs, args)
-        self._programs.append(_Program(self._traced, args))
+        try:
+            self._programs.append(_Program(self._traced, args))
+        except Exception as error:
+            if not self._fall_back:
+                raise
+            self._fell_back = True
+            warnings.warn(f"{self._name} runs uncompiled, more slowly: {where(error)}", stacklevel=2)
         return self(*args)
 
     def loop(self, args: tuple[Any, ...]) -> tuple[Unroll, list[Tensor]] | None:
@@ -109,6 +125,16 @@ class Compiled:
                 loop = program.loop(args)
                 return None if loop is None else (loop, inputs)
         return None
+
+
+def where(error: Exception) -> str:
+    """The line of a library or of the user's at which tracing ended, and the error."""
+    own = [f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, sys.modules["torchpod"])]
+    told = str(error).strip().split("\n")[0]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(tuple(own))]
+    if not frames:
+        return told
+    return f"{frames[-1].filename}:{frames[-1].lineno}, `{frames[-1].line}`, does not compile ({told})"
 
 
 class Signature:
@@ -200,10 +226,15 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.Graph
     flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         with torch.no_grad(), mode:
-            functional = torch.func.functionalize(flat)
+            # Twice: functionalize knows no `torch.autograd.Function`, whose operators alone are in the first graph.
+            graph = make_fx(flat, _allow_non_fake_inputs=True)(*fakes)
+            functional = torch.func.functionalize(graph)
             graph = make_fx(functional, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
     finally:
         torch.compiler._is_compiling_flag = flag
+    unseen = [name for name, x in graph.named_buffers() if isinstance(x, FakeTensor)]
+    if unseen:
+        raise RuntimeError(f"{len(unseen)} tensors of {fn.__qualname__} escape tracing (`x.data`?); use x.detach().")
     return graph, fakes, result, mode
 
 

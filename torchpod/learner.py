@@ -67,6 +67,9 @@ class LearnerState(NamedTuple):
     """bool scalar. A gradient that is not finite latches it to False and turns later updates into no-ops."""
 
 
+_BUFFER = "buffer/"
+"""Before the names of buffers among the metrics."""
+
 SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
 """(state, chunks of a minibatch, keys) -> gradients of all parameters and metrics, one flat vector; names of the
 metrics."""
@@ -97,10 +100,10 @@ class Learner:
         self.groups = Groups(agent)
         compiler = compiler or Compiler(enabled=False)
         self._axis = 0 if compiler.population == 1 else 1  # where the axes of one member begin
-        self._prepare = compiler(self._prepare_one)
+        self._prepare = compiler(self._prepare_one, fall_back=agent.may_fall_back)
         self._deal = compiler(self._deal_one)
         self._standardise = compiler(self._standardise_one)
-        self._gradient = compiler(self._gradient_one)
+        self._gradient = compiler(self._gradient_one, fall_back=agent.may_fall_back)
         self._apply = compiler(self._apply_one)
         self._sum_chunks = compiler.recorded(self._sum_chunks_of)
         # With others, sums over ranks lie between the steps.
@@ -174,7 +177,7 @@ class Learner:
                 )
             else:
                 stepped, metrics = self._steps_of(learning, chunks, keys_of_steps, sum_gradient=sum_gradient)
-            state = stepped._replace(buffers=state.buffers)
+            state = stepped._replace(buffers=state.buffers | stepped.buffers)
             totals += metrics
         if self._has_statistics:
             sums = self._observe(state.params, buffers, trajectory)
@@ -192,6 +195,7 @@ class Learner:
     ) -> tuple[LearnerState, list[Tensor]]:
         """A step along the gradient of each minibatch, and its metrics."""
         num_chunks, metrics = len(chunks) // len(keys), []
+        changed: Variables = {}
         for i, step_keys in enumerate(keys):
             own = chunks[i * num_chunks : (i + 1) * num_chunks]
             with span("gradient"):
@@ -203,7 +207,10 @@ class Learner:
             self.ranks.sum(total)
             state, of_step = self._applied(state, total)
             metrics.append(of_step)
-        return state._replace(buffers={}), metrics
+            changed |= self._changed(of_step)
+            if changed:
+                state = state._replace(buffers=state.buffers | changed)
+        return state._replace(buffers=changed), metrics
 
     def _sum_chunks_of(
         self,
@@ -235,6 +242,11 @@ class Learner:
             self._flat_like = flat.shape, flat.dtype
         shape, dtype = self._flat_like
         return counters, (torch.zeros(shape, dtype=dtype, device=device),)
+
+    def _changed(self, metrics: Tensor) -> Variables:
+        """The buffers that the loss gave new values."""
+        names = enumerate(self._metric_names)
+        return {name.removeprefix(_BUFFER): metrics[..., i] for i, name in names if name.startswith(_BUFFER)}
 
     def _named(self, metrics: Tensor) -> dict[str, Tensor]:
         """The metrics of `_apply_one` by name."""
@@ -270,7 +282,9 @@ class Learner:
         losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
         if set(losses) != set(self.groups.names):
             raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self.groups.names)}.")
-        return losses, {name: x.detach() for name, x in {**out.metrics, **losses}.items()}
+        share = batch.steps["weight"].sum() if out.buffers else 1.0  # of this chunk
+        changed = {_BUFFER + name: x * share for name, x in out.buffers.items()}
+        return losses, {name: x.detach() for name, x in {**out.metrics, **losses, **changed}.items()}
 
     def _remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""
@@ -378,11 +392,11 @@ class Learner:
             return moments[:, i].reshape(-1, *[1] * (steps["weight"].ndim - 1))
 
         count = torch.where(column(0) > 0, column(0), 1.0)
-        steps["weight"] = (steps["weight"] / count).float()
+        steps["weight"] = (steps["weight"] / count).to(steps["weight"].dtype)
         for i, name in enumerate(self.agent.standardise):
             mean = column(2 * i + 1) / count
             variance = (column(2 * i + 2) / count - mean * mean).clamp(min=0.0)
-            steps[name] = ((steps[name] - mean) / (variance.sqrt() + 1e-8)).float()
+            steps[name] = ((steps[name] - mean) / (variance.sqrt() + 1e-8)).to(steps[name].dtype)
         return minibatches._replace(steps=steps)
 
     def _gradient_one(
@@ -435,7 +449,10 @@ class Learner:
             nu[group] = torch.where(healthy, torch.lerp(gradient * gradient, state.nu[group], c.beta2), state.nu[group])
             steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
         params = {name: state.params[name] - step for name, step in self.groups.by_parameter(steps).items()}
-        targets = {k: torch.lerp(v, params[k], self.agent.target_rate or 0.0) for k, v in state.targets.items()}
+        rate = self.agent.target_rate or 0.0
+        if self.agent.target_interval > 1:
+            rate = torch.where(step % self.agent.target_interval == 0, rate, 0.0)
+        targets = {k: torch.lerp(v, params[k], rate) for k, v in state.targets.items()}
         changed = {"params": params, "targets": targets, "num_steps": step}
         kept = {
             name: pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, getattr(state, name))

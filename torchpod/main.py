@@ -23,7 +23,7 @@ USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train en
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode
 torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod warmup [KEY=VALUE ...]   compile all that a run with these settings needs, for the runs that follow
-torchpod list envs|algos|experiments
+torchpod list envs|algos|experiments|losses
 torchpod doctor                   what works on this machine, and why not
 torchpod bench SUITE [--json FILE]"""
 
@@ -144,9 +144,13 @@ def _warmup(rest: list[str]) -> int:
 
 
 def _list(rest: list[str]) -> int:
-    groups = {"envs": "env", "algos": "algo", "experiments": "experiment"}
+    groups = {"envs": "env", "algos": "algo", "experiments": "experiment", "losses": "loss"}
     if len(rest) != 1 or rest[0] not in groups:
         raise ConfigError(f"torchpod list takes one of {', '.join(groups)}.")
+    if rest[0] == "losses":
+        from torchpod import losses
+
+        return losses.main()
     print("\n".join(choices(groups[rest[0]])))
     return 0
 

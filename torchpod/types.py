@@ -84,6 +84,8 @@ class LossOutput(NamedTuple):
     """Weighted sums, like the loss, hence means over the minibatch."""
     priority: Tensor | None = None
     """`[R]`, new priorities for prioritised replay."""
+    buffers: dict[str, Tensor] = {}
+    """New values of scalar buffers of the agent, for the next minibatch: the mean over chunks and ranks, by rows."""
 
 
 class Carry(NamedTuple):

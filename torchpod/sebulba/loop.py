@@ -8,6 +8,7 @@ if there is one pool.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -151,7 +152,8 @@ class Sebulba:
         )
         self._count = compiler(count_episodes)
         if compiler.enabled:
-            compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
+            act = functools.partial(compiler, fall_back=self.agent.may_fall_back)
+            compiled = {d: act(self._advance_of(self.agent, self.envs[0])) for d in devices}
             self._advances = [compiled[self._actor_device(i)] for i in range(num_pools)]
         else:
             # A module whose parameters one thread has put in place must not be called by another.

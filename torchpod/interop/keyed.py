@@ -1,0 +1,173 @@
+"""Draws of other people's code, by our keys: under `Keyed(keys)` torch's random functions are functions of the keys.
+
+What draws from torch's one generator gives other numbers with other threads or ranks, cannot be resumed without the
+generator's state, and does not compile into a pure program. Here every draw is one of `torchpod.random`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchpod import random
+
+
+class Keyed(TorchFunctionMode):
+    """A context in which torch draws from keys.
+
+    Args:
+      keys: `[3]`, one key for all that is drawn; or `[B, 3]`, one per row: then what is drawn has an axis of size B,
+        the first one of that size, and row b depends on `keys[b]` alone.
+
+    Raises:
+      NotImplementedError: at a random function that has no counterpart here.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self._keys, self._count = keys, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _UNKNOWN:
+            raise NotImplementedError(
+                f"{func.__name__} draws from torch's generator and has no keyed counterpart; draw with one of "
+                f"{', '.join(sorted(f.__name__ for f in _DRAWS))}."
+            )
+        draw = _DRAWS.get(func)
+        return func(*args, **kwargs) if draw is None else draw(self, *args, **kwargs)
+
+    def uniform(self, shape: Sequence[int], like: Tensor | None = None, **options: Any) -> Tensor:
+        """In [0, 1), `shape`."""
+        return self._drawn(random.uniform, shape, like, options)
+
+    def normal(self, shape: Sequence[int], like: Tensor | None = None, **options: Any) -> Tensor:
+        """Standard normals, `shape`."""
+        return self._drawn(random.normal, shape, like, options)
+
+    def _drawn(
+        self, draw: Callable[[Tensor, int], Tensor], shape: Sequence[int], like: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        keys, shape = random.fold_in(self._keys, self._count), torch.Size(shape)
+        self._count += 1
+        if keys.ndim == 1:
+            x = draw(keys, shape.numel()).reshape(shape)
+        else:
+            size = keys.shape[0]
+            if size not in shape:
+                raise ValueError(f"a draw of shape {tuple(shape)} has no axis for the {size} environments.")
+            axis = list(shape).index(size)
+            rest = [*shape[:axis], *shape[axis + 1 :]]
+            x = draw(keys, math.prod(rest)).reshape(size, *rest).movedim(0, axis)
+        dtype = options.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
+        return x.to(dtype)
+
+
+def _shape(size: tuple[Any, ...]) -> Sequence[int]:
+    """Of `torch.rand(2, 3)` or `torch.rand((2, 3))`."""
+    return size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+
+
+def _rand(own: Keyed, *size: Any, **options: Any) -> Tensor:
+    return own.uniform(options.pop("size", None) or _shape(size), **options)
+
+
+def _randn(own: Keyed, *size: Any, **options: Any) -> Tensor:
+    return own.normal(options.pop("size", None) or _shape(size), **options)
+
+
+def _rand_like(own: Keyed, x: Tensor, **options: Any) -> Tensor:
+    return own.uniform(x.shape, x, **options)
+
+
+def _randn_like(own: Keyed, x: Tensor, **options: Any) -> Tensor:
+    return own.normal(x.shape, x, **options)
+
+
+def _normal(own: Keyed, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
+    tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
+    shape = size if size is not None else torch.broadcast_shapes(*(x.shape for x in tensors))
+    options.pop("generator", None)
+    return mean + std * own.normal(shape, tensors[0] if tensors else None, **options)
+
+
+def _multinomial(
+    own: Keyed, weights: Tensor, num_samples: int, replacement: bool = False, *, generator: None = None
+) -> Tensor:
+    """By Gumbel's trick: the largest of log p + Gumbel noise; without replacement, the `num_samples` largest."""
+    *rows, size = weights.shape
+    if replacement or num_samples == 1:
+        noise = own.uniform((*rows, num_samples, size), weights)
+        return (weights.log().unsqueeze(-2) + _gumbel(noise)).argmax(-1)
+    return (weights.log() + _gumbel(own.uniform(weights.shape, weights))).topk(num_samples).indices
+
+
+def _gumbel(uniform: Tensor) -> Tensor:
+    """Of numbers with 23 bits, half a step further: log(0) is not finite."""
+    return -(-(uniform + 2.0**-24).log()).log()
+
+
+def _bernoulli(own: Keyed, p: Tensor, *, generator: None = None) -> Tensor:
+    return (own.uniform(p.shape, p) < p).to(p.dtype)
+
+
+def _randperm(own: Keyed, n: int, **options: Any) -> Tensor:
+    return own.uniform((n,)).argsort(stable=True)
+
+
+def _randint(own: Keyed, low: int, *rest: Any, **options: Any) -> Tensor:
+    (high, size) = rest if len(rest) == 2 else (options.pop("high", None), options.pop("size", None) or rest[0])
+    low, high = (0, low) if high is None else (low, high)
+    uniform = own.uniform(size, dtype=torch.float64)
+    return (low + (uniform * (high - low)).floor()).to(options.get("dtype") or torch.int64)
+
+
+def _normal_(own: Keyed, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None) -> Tensor:
+    return x.copy_(mean + std * own.normal(x.shape, x))
+
+
+def _uniform_(own: Keyed, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> Tensor:
+    return x.copy_(low + (high - low) * own.uniform(x.shape, x))
+
+
+def _exponential_(own: Keyed, x: Tensor, lambd: float = 1.0, *, generator: None = None) -> Tensor:
+    return x.copy_(-(1 - own.uniform(x.shape, x)).log() / lambd)
+
+
+def _bernoulli_(own: Keyed, x: Tensor, p: Any = 0.5, *, generator: None = None) -> Tensor:
+    return x.copy_(own.uniform(x.shape, x) < p)
+
+
+_DRAWS: dict[Any, Callable[..., Tensor]] = {
+    torch.rand: _rand,
+    torch.randn: _randn,
+    torch.rand_like: _rand_like,
+    torch.randn_like: _randn_like,
+    torch.normal: _normal,
+    torch.multinomial: _multinomial,
+    torch.bernoulli: _bernoulli,
+    torch.randperm: _randperm,
+    torch.randint: _randint,
+    Tensor.multinomial: _multinomial,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.normal_: _normal_,
+    Tensor.uniform_: _uniform_,
+    Tensor.exponential_: _exponential_,
+    Tensor.bernoulli_: _bernoulli_,
+}
+_UNKNOWN = {
+    torch.poisson,
+    torch.binomial,
+    cast(Any, torch)._standard_gamma,
+    cast(Any, torch)._sample_dirichlet,
+    torch.nn.functional.dropout,
+    torch.dropout,
+    Tensor.random_,
+    Tensor.cauchy_,
+    Tensor.log_normal_,
+    Tensor.geometric_,
+    torch.randint_like,
+}

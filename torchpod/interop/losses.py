@@ -1,0 +1,212 @@
+"""A TorchRL loss as a pure function of its parameters: what makes an agent of it (torchrl.py).
+
+A `LossModule` owns its parameters (`<network>_params`), and those of its targets, in TensorDicts of its own, caches
+what it made of them, and puts them into its networks while it runs. `torch.func.functional_call` cannot reach them
+there. `PureLoss` lists them by name, and for one call puts others in their place; then `torch.func.grad`, `vmap` and
+`make_fx` see through the loss like through any function.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torchrl.objectives.common
+import torchrl.objectives.ppo
+import torchrl.objectives.utils
+from tensordict import NestedKey, TensorDict
+from tensordict.nn import TensorDictParams
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torchrl.objectives import LossModule
+
+Tensors = Mapping[str, Tensor]
+
+
+class PureLoss:
+    """See the module.
+
+    Args:
+      loss: called once before, so that everything that it makes when it is first used is there.
+      adaptive: coefficients that it changes while it runs, such as `beta` of KLPENPPOLoss.
+    """
+
+    params: dict[str, nn.Parameter]
+    """What it learns, by names such as `actor_network.module.0.weight` and `log_alpha`."""
+    buffers: dict[str, Tensor]
+    """Coefficients, and what else of its networks is not learned."""
+    delayed: tuple[str, ...]
+    """The networks that it has targets for."""
+
+    def __init__(self, loss: LossModule, adaptive: Sequence[str] = ()) -> None:
+        self.loss, self._adaptive = loss, tuple(adaptive)
+        self._held: dict[str, tuple[torch.Size, dict[NestedKey, Tensor]]]
+        held = {name: child for name, child in loss.named_children() if isinstance(child, TensorDictParams)}
+        self._held = {name: (x.batch_size, dict(cast(Any, x).items(True, True))) for name, x in held.items()}
+        self.delayed = tuple(_net(name) for name in held if name.startswith("target_"))
+        own = {name: x for name, x in loss._parameters.items() if x is not None}
+        self.params, self.buffers = dict(own), {}
+        self._own = tuple(own)
+        owners = {x: name for name, x in own.items()}
+        for name, leaf in self._leaves():
+            if isinstance(leaf, nn.Parameter) and leaf not in owners:
+                self.params[name], owners[leaf] = leaf, name
+        # Two networks may share a part; TorchRL gives it to the second one with its gradient or without.
+        places = {x.data_ptr(): name for name, x in self.params.items()}
+        self._shared: dict[str, tuple[str, bool]] = {}
+        for name, leaf in self._leaves():
+            if name in self.params:
+                continue
+            if leaf.numel() and leaf.data_ptr() in places:
+                self._shared[name] = places[leaf.data_ptr()], isinstance(leaf, nn.Parameter)
+            else:
+                self.buffers[name] = leaf
+        coefficients = {name: x for name, x in loss._buffers.items() if x is not None}
+        self._coefficients = tuple(coefficients)
+        self._truths = {name: bool(x) for name, x in coefficients.items() if x.numel() == 1}
+        self.buffers |= coefficients
+
+    def names_in(self, module: nn.Module) -> dict[str, str]:
+        """For each parameter and buffer of a network, or of something around it, its name here.
+
+        Raises:
+          ValueError: if the loss was not built of this network.
+        """
+        known = {x.data_ptr(): name for name, x in (self.buffers | self.params).items() if x.numel()}
+        names = {}
+        for name, x in (*module.named_parameters(), *module.named_buffers()):
+            if x.data_ptr() in known:
+                names[name] = known[x.data_ptr()]
+            elif isinstance(x, nn.Parameter):
+                raise ValueError(
+                    f"{name} of the actor is no parameter of {type(self.loss).__name__}; build the loss from the "
+                    "network that acts."
+                )
+        return names
+
+    def __call__(
+        self, params: Tensors, buffers: Tensors, targets: Tensors, data: TensorDict
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the loss says of the data, with these in place of its own.
+
+        Args:
+          params: by the names of `params`.
+          buffers: by the names of `buffers`.
+          targets: the parameters of the target networks, by the names of `params`; empty if there are none.
+          data: `[R]` rows with the keys that the loss reads.
+
+        Returns:
+          Its results by name, and the coefficients in `adaptive` as they are afterwards.
+        """
+        with self._with(params, buffers, targets) as own, _untraced(), _Calls(own, self._truths):
+            out = self.loss(data)
+            changed = [name for name in self._coefficients if own[name] is not buffers[name]]
+            adapted = {name: own[name] for name in self._adaptive}
+        if not adapted.keys() >= set(changed):
+            raise ValueError(f"{type(self.loss).__name__} changes {changed} while it runs; name them in adaptive=...")
+        return {_joined(key): x for key, x in out.items(True, True)}, adapted
+
+    def _leaves(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (_, leaves) in self._held.items():
+            if not name.startswith("target_"):
+                for key, leaf in leaves.items():
+                    yield f"{_net(name)}.{_joined(key)}", leaf
+
+    @contextlib.contextmanager
+    def _with(self, params: Tensors, buffers: Tensors, targets: Tensors) -> Iterator[dict[str, Tensor]]:
+        """Yields the coefficients as the loss has them."""
+
+        def value(name: str, source: Tensors, like: Tensor) -> Tensor:
+            if name in self.params:
+                return source[name]
+            if name in self._shared:
+                owner, learns = self._shared[name]
+                return (source[owner] if learns else source[owner].detach()).expand(like.shape)
+            return buffers[name]
+
+        def tree(name: str) -> TensorDict:
+            batch_size, leaves = self._held[name]
+            source, td = targets if name.startswith("target_") else params, TensorDict({}, batch_size=batch_size)
+            for key, leaf in leaves.items():
+                td.set(key, value(f"{_net(name)}.{_joined(key)}", source, leaf))
+            return td
+
+        loss = cast(Any, self.loss)
+        before = dict(loss._modules), dict(loss._parameters), dict(loss._buffers)
+        # A TensorDict that lends its tensors to a module does not take them back when an error passes.
+        networks = [part for net in loss.__dict__.values() if isinstance(net, nn.Module) for part in net.modules()]
+        lent = [(part, dict(part._parameters), dict(part._buffers)) for part in networks]
+        loss._modules |= {name: tree(name) for name in self._held}
+        loss._parameters |= {name: params[name] for name in self._own}
+        loss._buffers |= {name: buffers[name] for name in self._coefficients}
+        loss._erase_cache()
+        try:
+            yield loss._buffers
+        except BaseException:
+            for part, own_parameters, own_buffers in lent:
+                part._parameters, part._buffers = own_parameters, own_buffers
+            raise
+        finally:
+            loss._modules, loss._parameters, loss._buffers = before
+            loss._erase_cache()
+
+
+def _net(name: str) -> str:
+    """The network that `actor_network_params` or `target_actor_network_params` are of."""
+    return name.removesuffix("_params").removeprefix("target_")
+
+
+def _joined(key: NestedKey) -> str:
+    return key if isinstance(key, str) else ".".join(cast(Any, key))
+
+
+class _Calls(TorchFunctionMode):
+    """Calls that tracing does not see, by others that it does.
+
+    `x.data` would be a constant: it is a copy, and what is assigned to it takes the place of x. A coefficient that is
+    tested (`if self.clip_value:`) is what it was when the agent was made.
+
+    Args:
+      buffers: the coefficients, which assignment replaces.
+      truths: whether they are other than 0.
+    """
+
+    def __init__(self, buffers: dict[str, Tensor], truths: Mapping[str, bool]) -> None:
+        super().__init__()
+        self._buffers, self._truths = buffers, truths
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GET_DATA:
+            return args[0].detach().clone()
+        if func == _SET_DATA:
+            self._buffers |= {name: args[1] for name, x in self._buffers.items() if x is args[0]}
+            return None
+        if func is Tensor.__bool__:
+            for name, truth in self._truths.items():
+                if self._buffers[name] is args[0]:
+                    return truth
+        return func(*args, **(kwargs or {}))
+
+
+_GET_DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.data).__set__
+_MODULES: tuple[Any, ...] = (torchrl.objectives.common, torchrl.objectives.ppo, torchrl.objectives.utils)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """While a program is traced, TorchRL is told so: it then leaves out branches that depend on data.
+
+    It asks Dynamo, which does not trace our programs (inductor.py).
+    """
+    if not torch.compiler.is_compiling():
+        yield
+        return
+    flags = [(module, name) for module in _MODULES for name in ("is_dynamo_compiling",) if hasattr(module, name)]
+    before = [getattr(module, name) for module, name in flags]
+    for module, name in flags:
+        setattr(module, name, lambda: True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(flags, before, strict=True):
+            setattr(module, name, value)

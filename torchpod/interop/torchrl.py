@@ -1,0 +1,330 @@
+"""Agents made of a TorchRL loss: `LossAgent(actor, loss, spec=env.spec)` runs in both loops like any agent.
+
+The loss is called as a pure function of its parameters (losses.py) and draws by our keys (keyed.py), so that an update
+is the learner's: minibatches, chunks, ranks, clipping, Adam, targets, the NaN guard, checkpoints. It reads a TensorDict
+with TorchRL's keys: `observation`, `action`, what the actor wrote beside it, and
+
+- losses with a critic (PPO, A2C, Reinforce): `advantage`, `value_target` and `state_value`. Advantages are ours
+  (ops/returns.py, computed once per trajectory): TorchRL's estimators do not compile, and know nothing of resets;
+- all others: `("next", "observation")`, `("next", "reward")`, `("next", "done")` and `("next", "terminated")`.
+
+A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.objectives import KLPENPPOLoss, LossModule
+
+from torchpod import random
+from torchpod.agent import Agent, Bound
+from torchpod.interop.keyed import Keyed
+from torchpod.interop.losses import PureLoss
+from torchpod.ops.returns import gae
+from torchpod.specs import Discrete, EnvSpec
+from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+
+# Of tensordict, about an option of torch that it reads.
+warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
+
+
+class _Net(NamedTuple):
+    """A network of TorchRL's, and the names that its parameters have in the agent."""
+
+    module: nn.Module
+    names: dict[str, str]
+
+    def __call__(self, variables: Mapping[str, Tensor], data: TensorDict) -> TensorDict:
+        own = {name: variables[other] for name, other in self.names.items()}
+        return functional_call(self.module, own, (data,))
+
+
+class LossAgent(Agent):
+    """See the module.
+
+    Args:
+      actor: writes `action`, and what the loss wants to know about it (`action_log_prob`).
+      loss: built of this actor; it is the agent's from now on. Its `reduction` becomes "none", and its
+        `normalize_advantage`, if set, is done by the learner, over all rows of a minibatch and without resets.
+      spec: of the environment.
+      discount: gamma. None: that of the loss's own value estimator.
+      gae_lambda: of the advantages; None: that of the estimator (0 for TD0, 1 for TD1).
+      target_rate: how fast targets follow, if the loss has targets: 1 - tau of TorchRL's `SoftUpdate(eps=tau)`.
+      target_interval: optimizer steps between two movements of the targets; `HardUpdate` is target_rate=1 and more
+        than one step.
+      groups: optimizer groups by prefixes of parameters, e.g. `{"actor": ("actor_network.",), ...}`; None: one.
+      adaptive: coefficients that the loss itself changes while it runs; None: `beta` of KLPENPPOLoss.
+
+    Raises:
+      ValueError: if environment, actor and loss do not fit; the message names the key.
+    """
+
+    may_fall_back = True
+
+    def __init__(
+        self,
+        actor: TensorDictModuleBase,
+        loss: LossModule,
+        *,
+        spec: EnvSpec,
+        discount: float | None = None,
+        gae_lambda: float | None = None,
+        target_rate: float = 0.005,
+        target_interval: int = 1,
+        groups: Mapping[str, tuple[str, ...]] | None = None,
+        adaptive: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if spec.groups is not None:
+            raise ValueError(f"LossAgent trains one agent, and {spec.name} has the groups {sorted(spec.groups)}.")
+        self._spec, self._name = spec, type(loss).__name__
+        self._groups = dict(groups or {"loss": ("",)})
+        critic = loss.__dict__.get("critic_network")
+        self._on_policy = critic is not None
+        self._set_up(loss, discount, gae_lambda)
+        if adaptive is None:
+            adaptive = ("beta",) if isinstance(loss, KLPENPPOLoss) else ()
+        example = self._example(actor, loss)
+        if critic is not None:
+            self._check_value(critic, loss, example)
+        self._check_loss(loss, example)
+
+        self._pure = PureLoss(loss, adaptive)
+        self._keys = cast(Any, loss.tensor_keys)
+        for name, x in (self._pure.params | self._pure.buffers).items():
+            _register(self, name, x)
+        self._actor = _Net(actor, self._pure.names_in(actor))
+        self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic))
+        self.target_rate = target_rate if self._pure.delayed else None
+        self.target_interval = target_interval
+        self.max_lag = None if not self._on_policy else int("action_log_prob" in self._extras)
+
+    def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> None:
+        """What changes in the loss itself."""
+        own = cast(Any, loss)
+        if not hasattr(own, "reduction"):
+            raise ValueError(f"{self._name} has no reduction; a loss must say what each row costs, to mask resets.")
+        own.reduction = "none"
+        own._has_update_associated.update(dict.fromkeys(own._has_update_associated, True))  # the learner's
+        if getattr(own, "normalize_advantage", False):
+            own.normalize_advantage, self.standardise = False, ("advantage",)
+        estimator = own._value_estimator if "_value_estimator" in {**own.__dict__, **own._modules} else None
+        if not self._on_policy:
+            if discount is not None:
+                own.make_value_estimator(own.default_value_estimator, gamma=discount)
+            return
+        kind = type(estimator).__name__
+        if kind == "VTrace":
+            raise ValueError(f"{self._name} with V-trace is not supported; use GAE, or algo=impala for V-trace.")
+        fixed = {"TD0Estimator": 0.0, "TD1Estimator": 1.0}
+        if gae_lambda is None:
+            gae_lambda = fixed.get(kind, float(getattr(estimator, "lmbda", 0.95)))
+        self.hyperparameter("discount", float(getattr(estimator, "gamma", 0.99)) if discount is None else discount)
+        self.hyperparameter("gae_lambda", gae_lambda)
+
+    def _example(self, actor: TensorDictModuleBase, loss: LossModule) -> TensorDict:
+        """Two rows as the loss will get them, all zeros; what they say about the actor is kept."""
+        rows = 2
+        zeros = pytree.tree_map(
+            lambda s: torch.zeros(rows, *s.shape, dtype=s.dtype),
+            self._spec.observation,
+            is_leaf=lambda s: hasattr(s, "dtype"),
+        )
+        data = TensorDict({"observation": zeros}, batch_size=[rows])
+        known = set(data.keys(True, True))
+        for key in actor.in_keys:
+            if key not in known:
+                raise ValueError(f"the actor reads {key!r}, and {self._spec.name} has {sorted(map(str, known))}.")
+        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM), Keyed(random.key(0)):
+            out = actor(data.clone())
+        action = out.get("action", None)
+        if action is None:
+            raise ValueError(f"the actor must write 'action'; it writes {sorted(map(str, out.keys(True, True)))}.")
+        expected = torch.Size([rows, *self._spec.action.shape])
+        one_hot = isinstance(self._spec.action, Discrete) and action.shape == (rows, self._spec.action.num_values)
+        if action.shape != expected and not one_hot:
+            raise ValueError(
+                f"the actor's action has shape {tuple(action.shape[1:])}, and {self._spec.name} takes "
+                f"{tuple(expected[1:])} ({self._spec.action})."
+            )
+        if isinstance(self._spec.action, Discrete) == action.is_floating_point():
+            raise ValueError(f"the actor's action is {action.dtype}, and {self._spec.name} takes {self._spec.action}.")
+        self._one_hot = action.dtype if one_hot else None
+        wanted = set(getattr(loss, "in_keys", ()))
+        written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {"action"}
+        self._extras = tuple(sorted(wanted & written))
+        log_prob = getattr(loss.tensor_keys, "sample_log_prob", None)
+        if self._on_policy and log_prob in wanted and log_prob not in written:
+            raise ValueError(
+                f"{self._name} needs {log_prob!r} of the actor, which writes {sorted(map(str, written))}; build it with"
+                " return_log_prob=True."
+            )
+        row = torch.zeros(rows, 1)
+        if self._on_policy:
+            columns = {"advantage": row, "value_target": row.clone(), "state_value": row.clone()}
+        else:
+            done = torch.zeros(rows, 1, dtype=torch.bool)
+            columns = {"next": {"observation": zeros, "reward": row, "done": done, "terminated": done.clone()}}
+        extras = {name: out.get(name) for name in self._extras}
+        return data.update(TensorDict({"action": action, **extras, **columns}, batch_size=[rows]))
+
+    def _check_value(self, critic: nn.Module, loss: LossModule, example: TensorDict) -> None:
+        with torch.no_grad():
+            out = critic(example.select("observation"))
+        key = cast(Any, loss.tensor_keys).value
+        value = out.get(key, None)
+        if value is None or value.shape != (example.shape[0], 1):
+            found = "does not" if value is None else f"writes it with shape {list(value.shape[1:])}"
+            raise ValueError(f"the critic of {self._name} must write {key!r} with shape [1] per row; it {found}.")
+
+    def _check_loss(self, loss: LossModule, example: TensorDict) -> None:
+        """Runs the loss once: whether it can use what it will get, and so that it makes all that it makes lazily."""
+        data, rows = self._renamed(example, loss.tensor_keys), example.shape[0]
+        before = {name: x.clone() for name, x in loss._buffers.items() if x is not None}
+        try:
+            with Keyed(random.key(0)):
+                out = loss(data.clone())
+            loss._buffers |= before  # an adaptive coefficient has moved
+        except Exception as error:
+            told = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"{self._name} cannot use what {self._spec.name} and its actor give, "
+                f"{ {_dotted(k): list(x.shape[1:]) for k, x in data.items(True, True)} } per row: {told}"
+            ) from error
+        terms = {name: x for name, x in out.items() if isinstance(name, str) and name.startswith("loss")}
+        if not terms:
+            raise ValueError(
+                f"{self._name} gives {sorted(map(str, out.keys()))}; a loss gives keys that begin with loss."
+            )
+        for name, x in terms.items():
+            if not x.ndim or rows not in (x.shape[-1], x.shape[0]):
+                raise ValueError(
+                    f"{name} of {self._name} has shape {list(x.shape)} with reduction='none' and {rows} rows; a loss "
+                    "must say what each row costs, to mask resets."
+                )
+
+    # What the agent is: its variables are those of the loss, under the names of losses.py.
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "LossAgent":
+        for module in (self._pure.loss, self._actor.module, *([self._critic.module] if self._critic else [])):
+            module._apply(fn)
+        return super()._apply(fn, recurse)
+
+    def variables(self) -> dict[str, Tensor]:
+        """Parameters and buffers as they are at the moment."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def optimizer_groups(self) -> dict[str, tuple[str, ...]]:
+        """All follow the sum of the loss's terms: TorchRL detaches what a term is not to move."""
+        return self._groups
+
+    def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
+        """See `Agent.act`."""
+        data = TensorDict({"observation": timestep.observation}, batch_size=[keys.shape[0]])
+        kind = ExplorationType.RANDOM if explore else ExplorationType.DETERMINISTIC
+        with set_exploration_type(kind), Keyed(keys):
+            out = self._actor(self.variables(), data)
+        action = out.get("action")
+        if self._one_hot is not None:
+            action = action.to(torch.int64).argmax(-1)
+        return ActorOutput(action, {name: out.get(name) for name in self._extras}), ()
+
+    def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
+        """Advantages and value targets, or transitions; resets get weight 0."""
+        t, out = trajectory.timestep, trajectory.output
+        last = t.step_type == LAST
+        steps: dict[str, Tree] = {
+            "observation": pytree.tree_map(lambda x: x[:-1], t.observation),
+            "action": out.action,
+            **out.extras,
+            "weight": (~last[:-1]).to(t.reward.dtype),
+        }
+        if self._critic is None:
+            steps["next"] = {
+                "observation": pytree.tree_map(lambda x: x[1:], t.observation),
+                "reward": t.reward[1:],
+                "done": last[1:],
+                "terminated": last[1:] & (t.discount[1:] == 0),
+            }
+            return Batch(steps)
+        data = TensorDict({"observation": t.observation}, batch_size=last.shape)
+        value = self._critic(self.variables(), data).get(self._keys.value).squeeze(-1)
+        advantage = gae(
+            t.reward[1:], t.discount[1:] * self.discount, last[1:], value[:-1], value[1:], lambda_=self.gae_lambda
+        )
+        steps |= {"advantage": advantage, "value_target": advantage + value[:-1], "state_value": value[:-1]}
+        return Batch(steps)
+
+    def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
+        """The sum of the loss's terms, each a weighted sum over rows."""
+        steps = dict(batch.steps)
+        weight = steps.pop("weight")
+        if self._one_hot is not None:
+            index = torch.arange(self._spec.action.num_values, device=weight.device)
+            steps["action"] = (steps["action"].unsqueeze(-1) == index).to(self._one_hot)
+        columns = {name: steps[name].unsqueeze(-1) for name in _COLUMNS if name in steps}
+        if "next" in steps:
+            following = steps["next"]
+            columns["next"] = following | {
+                name: following[name].unsqueeze(-1) for name in ("reward", "done", "terminated")
+            }
+        data = self._renamed(TensorDict(steps | columns, batch_size=weight.shape), self._keys)
+        own = self.variables()
+        with Keyed(keys):
+            out, changed = self._pure(own, own, target("variables") if target else {}, data)
+
+        def total(x: Tensor) -> Tensor:
+            if x.ndim > 1 and x.shape == (*weight.shape, 1):
+                x = x.squeeze(-1)
+            if x.ndim and x.shape[-1] == weight.shape[0]:  # a row, or several of an ensemble
+                x = x.reshape(-1, weight.shape[0]).mean(0)
+                return (torch.where(weight > 0, x, 0.0) * weight).sum()
+            return x.to(weight.dtype).mean() * weight.sum()
+
+        sums = {name: total(x) for name, x in out.items()}
+        loss = torch.stack([x for name, x in sums.items() if name.startswith("loss")]).sum()
+        metrics = {name: x.detach() for name, x in sums.items() if name not in self._groups}
+        return LossOutput(dict.fromkeys(self._groups, loss), metrics, buffers=changed)
+
+    @staticmethod
+    def _renamed(data: TensorDict, keys: Any) -> TensorDict:
+        """With the names that the loss was told by `set_keys`."""
+        for name in (*_COLUMNS, "action"):
+            key = getattr(keys, name, name)
+            if name == "state_value":
+                key = getattr(keys, "value", name)
+            if name in data.keys() and key != name:
+                data.rename_key_(name, key)
+        for name in ("reward", "done", "terminated"):
+            key = getattr(keys, name, name)
+            if ("next", name) in data.keys(True) and key != name:
+                data.rename_key_(("next", name), ("next", key))
+        return data
+
+
+_COLUMNS = ("advantage", "value_target", "state_value")
+
+
+def _dotted(key: Any) -> str:
+    return key if isinstance(key, str) else ".".join(key)
+
+
+def _register(module: nn.Module, name: str, x: Tensor) -> None:
+    """`x` as the parameter or buffer `name` of a module, whose submodules are made as the name wants them."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = cast(nn.Module, module._modules[part])
+    if isinstance(x, nn.Parameter):
+        module.register_parameter(leaf, x)
+    else:
+        module.register_buffer(leaf, x)

@@ -1,0 +1,79 @@
+"""`torchpod list losses`: what the installed TorchRL's losses do in a compiled update, found out by tracing each."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, variables_of
+from torchpod.algos.torchrl import LOSSES, ON_POLICY, TorchRLConfig, loss_agent
+from torchpod.env import Env
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.inductor import trace, where
+from torchpod.learner import Learner, LearnerConfig
+from torchpod.rollout import make_step, start, unroll
+
+
+class Verdict(NamedTuple):
+    """On one loss."""
+
+    loss: str
+    verdict: str
+    """compiles whole, falls back, or unsupported."""
+    why: str = ""
+
+
+def verdicts() -> Iterator[Verdict]:
+    """One per loss, with small networks on CartPole, or on Pendulum if the loss wants continuous actions."""
+    for name in sorted(LOSSES):
+        try:
+            agent, env = _made(name)
+        except Exception as error:
+            yield Verdict(name, "unsupported", str(error))
+            continue
+        learner = Learner(agent, LearnerConfig(), num_iterations=1)
+        state = learner.init(*variables_of(agent))
+        keys = random.split(random.key(0), 4)
+        with torch.no_grad():
+            steps = unroll(
+                make_step(agent, env), state.params | state.buffers, start(agent, env, keys), keys, keys, length=4
+            )
+            batch = agent.prepare(steps[1], keys)
+        batch = batch._replace(steps=pytree.tree_map(lambda x: x.flatten(0, 1), batch.steps))
+        try:
+            number = torch.zeros((), dtype=torch.int64)
+            trace(learner._gradient_one, (state.params, state.buffers, state.targets, batch, keys[0], number, ()))
+            yield Verdict(name, "compiles whole")
+        except Exception as error:
+            yield Verdict(name, "falls back", where(error))
+
+
+def _made(name: str) -> tuple[Agent, Env]:
+    config = TorchRLConfig(name, hidden=(16,))
+    try:
+        env: Env = CartPole()
+        return loss_agent(env.spec, config), env
+    except ValueError as error:
+        if "is for actions" not in str(error):
+            raise
+        env = Pendulum()
+        return loss_agent(env.spec, config), env
+
+
+def main() -> int:
+    """Prints the table."""
+    import torchrl
+
+    print(f"torchrl {torchrl.__version__}: the update (loss, gradients, clipping, optimizer, targets) of")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for loss, verdict, why in verdicts():
+            trains = f"loss={loss}" if loss in ON_POLICY else "learns from replay (planned): LossAgent alone"
+            reason = re.sub(r".*site-packages/", "", why)
+            print(f"{loss:24s}{verdict:16s}{trains}{'; ' + reason if reason else ''}")
+    return 0
