@@ -226,10 +226,15 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.Graph
     flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         with torch.no_grad(), mode:
-            # Twice: functionalize knows no `torch.autograd.Function`, whose operators alone are in the first graph.
-            graph = make_fx(flat, _allow_non_fake_inputs=True)(*fakes)
-            functional = torch.func.functionalize(graph)
-            graph = make_fx(functional, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
+            table = select_decomp_table()
+            try:
+                graph = make_fx(torch.func.functionalize(flat), table, _allow_non_fake_inputs=True)(*fakes)
+            except RuntimeError as error:
+                if "custom_function_call" not in str(error):
+                    raise
+                # functionalize knows no `torch.autograd.Function`: its operators alone are in a first graph.
+                whole = make_fx(flat, _allow_non_fake_inputs=True)(*fakes)
+                graph = make_fx(torch.func.functionalize(whole), table, _allow_non_fake_inputs=True)(*fakes)
     finally:
         torch.compiler._is_compiling_flag = flag
     unseen = [name for name, x in graph.named_buffers() if isinstance(x, FakeTensor)]
