@@ -1,4 +1,4 @@
-# make train | test | test-all | check | bench | clean. Each sets up .venv first; a second call finds it ready.
+# make train | test | test-all | test-oldest | check | bench | clean. Each sets up .venv first; a second call finds it ready.
 
 PYTHON ?= python3
 EXTRAS ?= dev,tensorboard,plot,video
@@ -9,7 +9,7 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= 2
 # More overrides, e.g. make train ARGS="num_envs=64 compile=false"; make test ARGS="-k vtrace".
 ARGS ?=
-# Of benchmarks; all of them, anakin brax envs population reuse scaling sebulba (and gpu), take three hours and a half.
+# Of benchmarks; all of them, anakin brax envs losses population reuse scaling sebulba (and gpu), take four hours.
 SUITES ?= anakin
 
 VENV := .venv
@@ -21,7 +21,7 @@ READY := $(VENV)/.ready-$(call hash,pyproject.toml setup.py constraints.txt,$(CU
 HOST_READY := $(VENV)/.host-$(call hash,constraints.txt,$(CURDIR) $(TORCH))
 PEERS_READY := $(PEERS)/.ready-$(call hash,bench/peers/requirements.txt,$(CURDIR))
 
-.PHONY: train test test-all check format lint types layers spelling bench setup clean
+.PHONY: train test test-all test-oldest check format lint types layers spelling bench setup clean
 .DELETE_ON_ERROR:
 
 train: setup
@@ -38,6 +38,12 @@ test-all: setup $(HOST_READY)
 	test -s docs/test-all.md || printf '# Runs of the whole suite (make test-all)\n\n| date | commit | result |\n|---|---|---|\n' > docs/test-all.md; \
 	echo "| $$(date -u +%F) | $$(git rev-parse --short HEAD 2>/dev/null || echo none)$$dirty | $$(tail -n 1 $$log | tr -d '=' | sed 's/^ *//; s/ *$$//') |" >> docs/test-all.md; \
 	rc=$$(cat $$log.rc); rm -f $$log $$log.rc; exit $$rc
+
+# The oldest TorchRL and TensorDict that are supported, in a folder that no other program sees.
+test-oldest: setup
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest torchrl==0.13.3 tensordict==0.13.0
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -m "not gpu and not slow" -rs tests/interop \
+	tests/docs/test_torchrl_losses.py tests/bench/test_losses.py $(ARGS)
 
 # `make -k check` goes on after the first that fails.
 check: format lint types layers spelling

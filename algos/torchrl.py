@@ -167,7 +167,8 @@ class _Net(nn.Module):
 
     def forward(self, observation: Tensor, *extra: Tensor) -> Tensor:
         flat = observation.reshape(*observation.shape[: observation.ndim - self.num_dims], -1)
-        flat = flat if flat.is_floating_point() else flat.float()
+        if not flat.is_floating_point():
+            flat = flat.float() / (255 if flat.dtype == torch.uint8 else 1)
         return self.head(self.body(torch.cat([flat, *extra], -1) if extra else flat))
 
 
@@ -307,13 +308,13 @@ def loss_agent(spec: EnvSpec, config: TorchRLConfig) -> Agent:
     from torchpod.interop.torchrl import LossAgent
 
     actor, loss = parts(spec, config)
-    if config.loss in ON_POLICY and config.normalize_advantage:
+    if config.loss in ON_POLICY and "normalize_advantage" not in config.arguments and config.normalize_advantage:
         cast(Any, loss).normalize_advantage = True
     return LossAgent(
         actor,
         loss,
         spec=spec,
-        discount=None if config.loss == "DistributionalDQNLoss" else config.discount,
+        discount=config.discount,
         gae_lambda=config.gae_lambda,
         target_rate=config.target_rate,
         target_interval=config.target_interval,

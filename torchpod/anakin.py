@@ -165,7 +165,7 @@ class Anakin:
         self.make_agent, self.env, self.device = make_agent, env, torch.device(device)
         self.agent = make_agent().to(device)
         self.num_envs, self.unroll_length, self.ranks = num_envs, unroll_length, ranks
-        self.num_iterations, self.population = num_iterations, compiler.population
+        self.num_iterations, self.population, self.compiler = num_iterations, compiler.population, compiler
         self.learner = Learner(self.agent, learner, num_iterations=num_iterations, compiler=compiler, ranks=ranks)
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env), fall_back=self.agent.may_fall_back)
@@ -243,7 +243,8 @@ def train(
     """
     until = anakin.num_iterations if until is None else until
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
-    replay = Replay(anakin.iterate, state, capture=anakin.device.type == "cuda")
+    on_gpu = anakin.device.type == "cuda"
+    replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: not anakin.compiler.fell_back)
     compile_s = time.perf_counter() - began
     while iteration < until:
         began = time.perf_counter()

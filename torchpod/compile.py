@@ -45,6 +45,7 @@ class Compiler:
         if enabled and has_compiler:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
+        self._made: list[Compiled] = []
 
     def __call__(
         self, fn: Callable[..., Any], *, compilations: int | None = None, fall_back: bool = False
@@ -54,12 +55,20 @@ class Compiler:
         Args:
           fn: pure.
           compilations: input signatures, if other than `max_compilations`.
-          fall_back: run it uncompiled, with a warning, if it cannot be compiled.
+          fall_back: run it uncompiled, with a warning, if it cannot be compiled; for each member of a population.
         """
         limit = compilations or self.max_compilations
+        as_it_is = fn if self.population == 1 else _each_member(fn, self.population)
         if not self.enabled:
-            return fn if self.population == 1 else _each_member(fn, self.population)
-        return Compiled(fn if self.population == 1 else torch.vmap(fn), fn.__qualname__, limit, fall_back=fall_back)
+            return as_it_is
+        mapped = fn if self.population == 1 else torch.vmap(fn)
+        self._made.append(Compiled(mapped, fn.__qualname__, limit, fallback=as_it_is if fall_back else None))
+        return self._made[-1]
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether a function runs uncompiled after all. It may ask the device for numbers, which a graph cannot."""
+        return any(fn.fell_back for fn in self._made)
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function that does nothing but call compiled ones, without Python between them (recorded.py)."""

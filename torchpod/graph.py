@@ -23,13 +23,21 @@ class Replay:
       fn: pure; same shapes out as in.
       state: where to start; copied.
       capture: use a CUDA graph.
+      capturable: asked after the first run, whether that can be.
 
     Attributes:
       state: where it stands; overwritten in place by every call.
       capture_s: seconds that the capture took, without compilation and warm-up before it; 0 if there was none.
     """
 
-    def __init__(self, fn: Callable[[Tree], tuple[Tree, Tree]], state: Tree, *, capture: bool) -> None:
+    def __init__(
+        self,
+        fn: Callable[[Tree], tuple[Tree, Tree]],
+        state: Tree,
+        *,
+        capture: bool,
+        capturable: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._fn, self._leaves = fn, reader(state)
         self.state = pytree.tree_map(torch.clone, state)
         self._own = {x.untyped_storage().data_ptr() for x in self._leaves(self.state)}
@@ -48,6 +56,8 @@ class Replay:
                 for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
                     fn(self.state)
             torch.cuda.current_stream().wait_stream(self._stream)
+            if not capturable():
+                return
             began = time.perf_counter()
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):

@@ -67,10 +67,12 @@ class Compiled:
       fn: pure; takes and returns trees of tensors.
       name: in errors.
       limit: input signatures.
-      fall_back: call the function as it is, after a warning, if it cannot be traced.
+      fallback: what to call, after a warning, if the function cannot be traced; None: raise.
     """
 
-    def __init__(self, fn: Callable[..., Any], name: str, limit: int, *, fall_back: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], name: str, limit: int, *, fallback: Callable[..., Any] | None = None
+    ) -> None:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             from torch._inductor.compile_fx import compile_fx
 
@@ -85,7 +87,7 @@ class Compiled:
         traced.__code__ = traced.__code__.replace()
         self._differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
         self._traced, self._name, self._limit = traced, name, limit
-        self._fall_back, self._fell_back = fall_back, False
+        self._fallback, self.fell_back = fallback, False
         self._programs: list[_Program] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -94,9 +96,9 @@ class Compiled:
             inputs = program.read(args)
             if inputs is not None:
                 return program.write(program.run(inputs) if RECORDING.calls is None else program.recorded(inputs))
-        if self._fell_back:
+        if self.fell_back and self._fallback is not None:
             with torch.no_grad():
-                return self._traced(*args)
+                return self._fallback(*args)
         leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         if any(is_functorch_wrapped_tensor(x) for x in leaves):
             return self._differentiable(*args)
@@ -111,10 +113,13 @@ class Compiled:
         try:
             self._programs.append(_Program(self._traced, args))
         except Exception as error:
-            if not self._fall_back:
+            if self._fallback is None:
                 raise
-            self._fell_back = True
+            with torch.no_grad():
+                result = self._fallback(*args)  # what is wrong with the function itself is raised here
+            self.fell_back = True
             warnings.warn(f"{self._name} runs uncompiled, more slowly: {where(error)}", stacklevel=2)
+            return result
         return self(*args)
 
     def loop(self, args: tuple[Any, ...]) -> tuple[Unroll, list[Tensor]] | None:
@@ -237,6 +242,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.Graph
                 graph = make_fx(torch.func.functionalize(whole), table, _allow_non_fake_inputs=True)(*fakes)
     finally:
         torch.compiler._is_compiling_flag = flag
+    if any(x.target is torch.ops.aten.copy_.default and x.args[0].op == "placeholder" for x in graph.graph.nodes):
+        raise RuntimeError(f"{fn.__qualname__} writes to a tensor that it was given; it must make a new one.")
     unseen = [name for name, x in graph.named_buffers() if isinstance(x, FakeTensor)]
     if unseen:
         raise RuntimeError(f"{len(unseen)} tensors of {fn.__qualname__} escape tracing (`x.data`?); use x.detach().")

@@ -67,8 +67,8 @@ class LearnerState(NamedTuple):
     """bool scalar. A gradient that is not finite latches it to False and turns later updates into no-ops."""
 
 
-_BUFFER = "buffer/"
-"""Before the names of buffers among the metrics."""
+_BUFFER, _SHARE = "buffer/", "buffer share"
+"""Among the metrics: before the names of buffers, and how much the rows count that they come from."""
 
 SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
 """(state, chunks of a minibatch, keys) -> gradients of all parameters and metrics, one flat vector; names of the
@@ -178,6 +178,7 @@ class Learner:
             else:
                 stepped, metrics = self._steps_of(learning, chunks, keys_of_steps, sum_gradient=sum_gradient)
             state = stepped._replace(buffers=state.buffers | stepped.buffers)
+            buffers = buffers | stepped.buffers
             totals += metrics
         if self._has_statistics:
             sums = self._observe(state.params, buffers, trajectory)
@@ -207,7 +208,7 @@ class Learner:
             self.ranks.sum(total)
             state, of_step = self._applied(state, total)
             metrics.append(of_step)
-            changed |= self._changed(of_step)
+            changed |= self._changed(of_step, state.buffers)
             if changed:
                 state = state._replace(buffers=state.buffers | changed)
         return state._replace(buffers=changed), metrics
@@ -243,15 +244,23 @@ class Learner:
         shape, dtype = self._flat_like
         return counters, (torch.zeros(shape, dtype=dtype, device=device),)
 
-    def _changed(self, metrics: Tensor) -> Variables:
-        """The buffers that the loss gave new values."""
-        names = enumerate(self._metric_names)
-        return {name.removeprefix(_BUFFER): metrics[..., i] for i, name in names if name.startswith(_BUFFER)}
+    def _changed(self, metrics: Tensor, buffers: Variables) -> Variables:
+        """The buffers that the loss gave new values; as they were if no row counted or a gradient was not finite."""
+        if _SHARE not in self._metric_names:
+            return {}
+        columns = dict(zip((*self._metric_names, "healthy"), metrics.unbind(-1), strict=False))
+        share, found = columns[_SHARE], {}
+        for name in buffers:
+            if _BUFFER + name in columns:
+                is_new = (share > 0) & (columns["healthy"] > 0)
+                found[name] = torch.where(is_new, columns[_BUFFER + name] / share, buffers[name])
+        return found
 
     def _named(self, metrics: Tensor) -> dict[str, Tensor]:
         """The metrics of `_apply_one` by name."""
         norms = ["grad_norm"] if len(self.groups.names) == 1 else [f"grad_norm/{group}" for group in self.groups.names]
-        return dict(zip((*self._metric_names, "healthy", *norms), metrics.unbind(-1), strict=True))
+        named = dict(zip((*self._metric_names, "healthy", *norms), metrics.unbind(-1), strict=True))
+        return {name: x for name, x in named.items() if name != _SHARE}
 
     def apply_sum(
         self, state: LearnerState, total: Tensor, metric_names: tuple[str, ...]
@@ -282,8 +291,10 @@ class Learner:
         losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
         if set(losses) != set(self.groups.names):
             raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self.groups.names)}.")
-        share = batch.steps["weight"].sum() if out.buffers else 1.0  # of this chunk
-        changed = {_BUFFER + name: x * share for name, x in out.buffers.items()}
+        changed: dict[str, Tensor] = {}
+        if out.buffers:
+            share = batch.steps["weight"].sum()  # of this chunk
+            changed = {_SHARE: share} | {_BUFFER + name: x * share for name, x in out.buffers.items()}
         return losses, {name: x.detach() for name, x in {**out.metrics, **losses, **changed}.items()}
 
     def _remaining(self, num_steps: Tensor) -> Tensor:

@@ -45,9 +45,15 @@ def verdicts() -> Iterator[Verdict]:
             )
             batch = agent.prepare(steps[1], keys)
         batch = batch._replace(steps=pytree.tree_map(lambda x: x.flatten(0, 1), batch.steps))
+        number = torch.zeros((), dtype=torch.int64)
+        arguments = state.params, state.buffers, state.targets, batch, keys[0], number, ()
         try:
-            number = torch.zeros((), dtype=torch.int64)
-            trace(learner._gradient_one, (state.params, state.buffers, state.targets, batch, keys[0], number, ()))
+            learner._gradient_one(*arguments)
+        except Exception as error:
+            yield Verdict(name, "unsupported", where(error))
+            continue
+        try:
+            trace(learner._gradient_one, arguments)
             yield Verdict(name, "compiles whole")
         except Exception as error:
             yield Verdict(name, "falls back", where(error))
@@ -69,7 +75,7 @@ def main() -> int:
     """Prints the table."""
     import torchrl
 
-    print(f"torchrl {torchrl.__version__}: the update (loss, gradients, clipping, optimizer, targets) of")
+    print(f"torchrl {torchrl.__version__}: an update with")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for loss, verdict, why in verdicts():

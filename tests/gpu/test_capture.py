@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
+from torchpod.anakin import Anakin, train
 from torchpod.bench import anakin_worker, gpu, gpu_checks, kernels
 from torchpod.compile import Compiler
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.graph import Replay
+from torchpod.learner import LearnerConfig
 
 
 def build(env: str, num_envs: int, *, compiled: bool, device: str = "cpu"):
@@ -127,3 +131,23 @@ def test_parts_of_an_iteration_are_captured_and_do_as_many_steps_as_uncaptured_o
 def test_the_suite_runs_on_a_gpu(tmp_path):
     cases = (gpu.Case("pendulum", 64), gpu.Case("grid_world", 64))
     assert gpu.main(str(tmp_path / "out.json"), quick=True, cases=cases, only="ppo_pendulum") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize(("loss", "captured"), [("ClipPPOLoss", True), ("KLPENPPOLoss", False)])
+def test_a_loss_of_torchrl_is_captured_unless_it_falls_back(loss, captured):
+    env = CartPole()
+    anakin = Anakin(
+        lambda: torchrl_agent(env.spec, TorchRLConfig(loss)),
+        env,
+        num_envs=16,
+        unroll_length=8,
+        num_iterations=2,
+        learner=LearnerConfig(),
+        compiler=Compiler(True),
+        device="cuda",
+    )
+    reports = [(report, replay.capture_s > 0) for report, replay in train(anakin, anakin.init(0))]
+    assert [report.iteration for report, _ in reports] == [1, 2]
+    assert all(was_captured == captured for _, was_captured in reports)

@@ -25,6 +25,8 @@ from torchpod.interop.keyed import Keyed
 from torchpod.interop.torchrl import LossAgent
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
+from torchpod.sebulba import Sebulba, SebulbaConfig
+from torchpod.sebulba import train as train_sebulba
 from torchpod.types import LAST
 
 T, B = 8, 8
@@ -440,3 +442,56 @@ def test_an_unknown_argument_of_the_loss_is_refused():
 
 def test_every_loss_is_in_one_list():
     assert not ON_POLICY.keys() & OFF_POLICY.keys() and len(LOSSES) == 17
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+def test_a_population_falls_back_member_by_member(seed):
+    env = CartPole()
+
+    def make():
+        return loss_agent(env.spec, config("KLPENPPOLoss"))
+
+    many, single = anakin(make, env, True, population=2, num_epochs=1), anakin(make, env, True, num_epochs=1)
+    state, _ = many.iterate(many.init(seed))
+    assert many.compiler.fell_back
+    for i in range(2):
+        one, _ = single.iterate(single.init(seed + i))
+        for name, x in one.learner.params.items():
+            torch.testing.assert_close(state.learner.params[name][i], x, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state.learner.buffers["beta"][i], one.learner.buffers["beta"])
+
+
+def test_an_actor_that_does_not_compile_acts_in_threads_of_its_own(seed, recwarn):
+    """In Sebulba every pool has a copy of a module that runs as it is; with a fixed lag two runs are equal."""
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum() > -1e9 else self.layer(-x)
+
+    def make_agent():
+        module = TensorDictModule(Branching(), in_keys=["observation"], out_keys=["logits"])
+        actor = categorical(module=module)
+        return LossAgent(actor, A2CLoss(actor, critic()), spec=SPEC)
+
+    results = []
+    for _ in range(2):
+        program = Sebulba(
+            make_agent,
+            CartPole,
+            num_envs=4,
+            unroll_length=8,
+            num_iterations=6,
+            learner=LearnerConfig(),
+            compiler=Compiler(True),
+            config=SebulbaConfig(num_actor_threads=2, lag=0),
+        )
+        for _, running in train_sebulba(program, program.init(seed)):
+            state = running.state
+        results.append(state.learner.params)
+    assert any("x.sum() > -1e9" in str(w.message) for w in recwarn)
+    for name, x in results[0].items():
+        assert torch.equal(x, results[1][name]), name

@@ -118,9 +118,14 @@ def _randperm(own: Keyed, n: int, **options: Any) -> Tensor:
     return own.uniform((n,)).argsort(stable=True)
 
 
-def _randint(own: Keyed, low: int, *rest: Any, **options: Any) -> Tensor:
-    (high, size) = rest if len(rest) == 2 else (options.pop("high", None), options.pop("size", None) or rest[0])
-    low, high = (0, low) if high is None else (low, high)
+def _randint(own: Keyed, *bounds: Any, **options: Any) -> Tensor:
+    size = options["size"] if "size" in options else bounds[-1]
+    bounds = bounds if "size" in options else bounds[:-1]
+    low, high = options.get("low", 0), options.get("high")
+    if high is None:
+        low, high = bounds if len(bounds) == 2 else (low, bounds[0])
+    elif bounds:
+        low = bounds[0]
     uniform = own.uniform(size, dtype=torch.float64)
     return (low + (uniform * (high - low)).floor()).to(options.get("dtype") or torch.int64)
 
@@ -164,6 +169,13 @@ _UNKNOWN = {
     cast(Any, torch)._standard_gamma,
     cast(Any, torch)._sample_dirichlet,
     torch.nn.functional.dropout,
+    torch.nn.functional.dropout1d,
+    torch.nn.functional.dropout2d,
+    torch.nn.functional.dropout3d,
+    torch.nn.functional.alpha_dropout,
+    torch.nn.functional.feature_alpha_dropout,
+    torch.nn.functional.gumbel_softmax,
+    torch.nn.functional.rrelu,
     torch.dropout,
     Tensor.random_,
     Tensor.cauchy_,

@@ -7,6 +7,7 @@ there. `PureLoss` lists them by name, and for one call puts others in their plac
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,6 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torchrl.objectives import LossModule
 
 Tensors = Mapping[str, Tensor]
+
+
+TORCHRL = threading.RLock()
+"""Held while code of TorchRL's runs: how it explores is one setting of the process, not of a thread."""
 
 
 class PureLoss:
@@ -61,6 +66,13 @@ class PureLoss:
                 self._shared[name] = places[leaf.data_ptr()], isinstance(leaf, nn.Parameter)
             else:
                 self.buffers[name] = leaf
+        known = set(self.params.values())
+        left = [name for name, x in loss.named_parameters() if x.requires_grad and x not in known]
+        if left:
+            raise ValueError(
+                f"{type(loss).__name__} has parameters outside its networks, {left}, which would not be trained; make "
+                "them part of a network that it is built of."
+            )
         coefficients = {name: x for name, x in loss._buffers.items() if x is not None}
         self._coefficients = tuple(coefficients)
         self._truths = {name: bool(x) for name, x in coefficients.items() if x.numel() == 1}
@@ -98,7 +110,7 @@ class PureLoss:
         Returns:
           Its results by name, and the coefficients in `adaptive` as they are afterwards.
         """
-        with self._with(params, buffers, targets) as own, _untraced(), _Calls(own, self._truths):
+        with TORCHRL, self._with(params, buffers, targets) as own, _untraced(), _Calls(own, self._truths):
             out = self.loss(data)
             changed = [name for name in self._coefficients if own[name] is not buffers[name]]
             adapted = {name: own[name] for name in self._adaptive}
@@ -163,7 +175,7 @@ def _joined(key: NestedKey) -> str:
 class _Calls(TorchFunctionMode):
     """Calls that tracing does not see, by others that it does.
 
-    `x.data` would be a constant: it is a copy, and what is assigned to it takes the place of x. A coefficient that is
+    `x.data` would be a constant: it is `x.detach()`; what is assigned to it takes the place of x. A coefficient that is
     tested (`if self.clip_value:`) is what it was when the agent was made.
 
     Args:
@@ -177,7 +189,8 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
-            return args[0].detach().clone()
+            own = any(x is args[0] for x in self._buffers.values())
+            return args[0].detach().clone() if own else args[0].detach()
         if func == _SET_DATA:
             self._buffers |= {name: args[1] for name, x in self._buffers.items() if x is args[0]}
             return None

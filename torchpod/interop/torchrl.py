@@ -11,6 +11,7 @@ with TorchRL's keys: `observation`, `action`, what the actor wrote beside it, an
 A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets.
 """
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -27,9 +28,9 @@ from torchrl.objectives import KLPENPPOLoss, LossModule
 from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.interop.keyed import Keyed
-from torchpod.interop.losses import PureLoss
+from torchpod.interop.losses import TORCHRL, PureLoss
 from torchpod.ops.returns import gae
-from torchpod.specs import Discrete, EnvSpec
+from torchpod.specs import Box, Discrete, EnvSpec
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 # Of tensordict, about an option of torch that it reads.
@@ -87,6 +88,8 @@ class LossAgent(Agent):
             raise ValueError(f"LossAgent trains one agent, and {spec.name} has the groups {sorted(spec.groups)}.")
         self._spec, self._name = spec, type(loss).__name__
         self._groups = dict(groups or {"loss": ("",)})
+        if not isinstance(spec.action, Discrete | Box):
+            raise ValueError(f"LossAgent needs one Discrete or Box action, and {spec.name} has {spec.action}.")
         critic = loss.__dict__.get("critic_network")
         self._on_policy = critic is not None
         self._set_up(loss, discount, gae_lambda)
@@ -105,7 +108,11 @@ class LossAgent(Agent):
         self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic))
         self.target_rate = target_rate if self._pure.delayed else None
         self.target_interval = target_interval
-        self.max_lag = None if not self._on_policy else int("action_log_prob" in self._extras)
+        log_prob = getattr(self._keys, "sample_log_prob", None)
+        self.max_lag = None if not self._on_policy else int(log_prob in self._extras)
+        delays = [name for name in inspect.signature(type(loss).__init__).parameters if name.startswith("delay_")]
+        if not self._on_policy and delays and not self._pure.delayed:
+            raise ValueError(f"{self._name} has no target network; make it with {' or '.join(delays)}=True.")
 
     def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> None:
         """What changes in the loss itself."""
@@ -113,15 +120,26 @@ class LossAgent(Agent):
         if not hasattr(own, "reduction"):
             raise ValueError(f"{self._name} has no reduction; a loss must say what each row costs, to mask resets.")
         own.reduction = "none"
+        if getattr(own, "functional", True) is False or getattr(own, "advantage_norm", None) is not None:
+            raise ValueError(f"{self._name} must be made with functional=True and without advantage_norm.")
         own._has_update_associated.update(dict.fromkeys(own._has_update_associated, True))  # the learner's
         if getattr(own, "normalize_advantage", False):
             own.normalize_advantage, self.standardise = False, ("advantage",)
         estimator = own._value_estimator if "_value_estimator" in {**own.__dict__, **own._modules} else None
         if not self._on_policy:
-            if discount is not None:
+            if type(estimator).__name__ not in ("NoneType", "TD0Estimator"):
+                raise ValueError(
+                    f"{self._name} gets rows in any order, and its {type(estimator).__name__} reads them as time; use "
+                    "make_value_estimator(ValueEstimators.TD0)."
+                )
+            if discount is not None and "gamma" in own._buffers:
+                own._buffers["gamma"].fill_(discount)
+            elif discount is not None:
                 own.make_value_estimator(own.default_value_estimator, gamma=discount)
             return
         kind = type(estimator).__name__
+        if getattr(estimator, "average_gae", False):
+            raise ValueError(f"{self._name} with average_gae is not supported; use normalize_advantage of the loss.")
         if kind == "VTrace":
             raise ValueError(f"{self._name} with V-trace is not supported; use GAE, or algo=impala for V-trace.")
         fixed = {"TD0Estimator": 0.0, "TD1Estimator": 1.0}
@@ -131,8 +149,8 @@ class LossAgent(Agent):
         self.hyperparameter("gae_lambda", gae_lambda)
 
     def _example(self, actor: TensorDictModuleBase, loss: LossModule) -> TensorDict:
-        """Two rows as the loss will get them, all zeros; what they say about the actor is kept."""
-        rows = 2
+        """Rows as the loss will get them, all zeros; what they say about the actor is kept."""
+        rows = _EXAMPLE_ROWS
         zeros = pytree.tree_map(
             lambda s: torch.zeros(rows, *s.shape, dtype=s.dtype),
             self._spec.observation,
@@ -143,8 +161,9 @@ class LossAgent(Agent):
         for key in actor.in_keys:
             if key not in known:
                 raise ValueError(f"the actor reads {key!r}, and {self._spec.name} has {sorted(map(str, known))}.")
-        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM), Keyed(random.key(0)):
-            out = actor(data.clone())
+        keys = random.split(random.key(0), rows)
+        with torch.no_grad(), TORCHRL, set_exploration_type(ExplorationType.RANDOM), Keyed(keys):
+            out = self._called("the actor", actor, data)
         action = out.get("action", None)
         if action is None:
             raise ValueError(f"the actor must write 'action'; it writes {sorted(map(str, out.keys(True, True)))}.")
@@ -155,13 +174,17 @@ class LossAgent(Agent):
                 f"the actor's action has shape {tuple(action.shape[1:])}, and {self._spec.name} takes "
                 f"{tuple(expected[1:])} ({self._spec.action})."
             )
-        if isinstance(self._spec.action, Discrete) == action.is_floating_point():
+        if not one_hot and isinstance(self._spec.action, Discrete) == action.is_floating_point():
             raise ValueError(f"the actor's action is {action.dtype}, and {self._spec.name} takes {self._spec.action}.")
         self._one_hot = action.dtype if one_hot else None
         wanted = set(getattr(loss, "in_keys", ()))
         written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {"action"}
         self._extras = tuple(sorted(wanted & written))
         log_prob = getattr(loss.tensor_keys, "sample_log_prob", None)
+        if self._on_policy and isinstance(log_prob, list):
+            raise ValueError(
+                f"{self._name} wants a log-probability per part of an action, {log_prob}; it may have one."
+            )
         if self._on_policy and log_prob in wanted and log_prob not in written:
             raise ValueError(
                 f"{self._name} needs {log_prob!r} of the actor, which writes {sorted(map(str, written))}; build it with"
@@ -178,12 +201,22 @@ class LossAgent(Agent):
 
     def _check_value(self, critic: nn.Module, loss: LossModule, example: TensorDict) -> None:
         with torch.no_grad():
-            out = critic(example.select("observation"))
+            out = self._called(f"the critic of {self._name}", critic, example.select("observation"))
         key = cast(Any, loss.tensor_keys).value
         value = out.get(key, None)
         if value is None or value.shape != (example.shape[0], 1):
             found = "does not" if value is None else f"writes it with shape {list(value.shape[1:])}"
             raise ValueError(f"the critic of {self._name} must write {key!r} with shape [1] per row; it {found}.")
+
+    def _called(self, what: str, module: nn.Module, data: TensorDict) -> TensorDict:
+        try:
+            return module(data.clone())
+        except (NotImplementedError, ValueError):
+            raise
+        except Exception as error:
+            shapes = {_dotted(key): list(x.shape[1:]) for key, x in data.items(True, True)}
+            told = str(error).strip().split("\n")[0]
+            raise ValueError(f"{what} cannot use what {self._spec.name} gives, {shapes} per row: {told}") from error
 
     def _check_loss(self, loss: LossModule, example: TensorDict) -> None:
         """Runs the loss once: whether it can use what it will get, and so that it makes all that it makes lazily."""
@@ -205,10 +238,10 @@ class LossAgent(Agent):
                 f"{self._name} gives {sorted(map(str, out.keys()))}; a loss gives keys that begin with loss."
             )
         for name, x in terms.items():
-            if not x.ndim or rows not in (x.shape[-1], x.shape[0]):
+            if not _has_rows(x, rows):
                 raise ValueError(
                     f"{name} of {self._name} has shape {list(x.shape)} with reduction='none' and {rows} rows; a loss "
-                    "must say what each row costs, to mask resets."
+                    f"must say what each row costs, [..., {rows}] or [{rows}, 1], to mask resets."
                 )
 
     # What the agent is: its variables are those of the loss, under the names of losses.py.
@@ -230,7 +263,7 @@ class LossAgent(Agent):
         """See `Agent.act`."""
         data = TensorDict({"observation": timestep.observation}, batch_size=[keys.shape[0]])
         kind = ExplorationType.RANDOM if explore else ExplorationType.DETERMINISTIC
-        with set_exploration_type(kind), Keyed(keys):
+        with TORCHRL, set_exploration_type(kind), Keyed(keys):
             out = self._actor(self.variables(), data)
         action = out.get("action")
         if self._one_hot is not None:
@@ -255,8 +288,9 @@ class LossAgent(Agent):
                 "terminated": last[1:] & (t.discount[1:] == 0),
             }
             return Batch(steps)
-        data = TensorDict({"observation": t.observation}, batch_size=last.shape)
-        value = self._critic(self.variables(), data).get(self._keys.value).squeeze(-1)
+        rows = pytree.tree_map(lambda x: x.flatten(0, 1), t.observation)
+        data = TensorDict({"observation": rows}, batch_size=[last.numel()])
+        value = self._critic(self.variables(), data).get(self._keys.value).reshape(last.shape)
         advantage = gae(
             t.reward[1:], t.discount[1:] * self.discount, last[1:], value[:-1], value[1:], lambda_=self.gae_lambda
         )
@@ -282,10 +316,10 @@ class LossAgent(Agent):
             out, changed = self._pure(own, own, target("variables") if target else {}, data)
 
         def total(x: Tensor) -> Tensor:
-            if x.ndim > 1 and x.shape == (*weight.shape, 1):
-                x = x.squeeze(-1)
-            if x.ndim and x.shape[-1] == weight.shape[0]:  # a row, or several of an ensemble
-                x = x.reshape(-1, weight.shape[0]).mean(0)
+            size = weight.shape[0]
+            if _has_rows(x, size):
+                x = x.squeeze(-1) if x.shape == (size, 1) else x
+                x = x.reshape(-1, size).mean(0)  # over an ensemble
                 return (torch.where(weight > 0, x, 0.0) * weight).sum()
             return x.to(weight.dtype).mean() * weight.sum()
 
@@ -311,6 +345,13 @@ class LossAgent(Agent):
 
 
 _COLUMNS = ("advantage", "value_target", "state_value")
+_EXAMPLE_ROWS = 13
+"""A number that no axis of a network has by accident."""
+
+
+def _has_rows(x: Tensor, size: int) -> bool:
+    """Whether it says something of each row: `[..., R]`, the first axes those of an ensemble, or `[R, 1]`."""
+    return x.ndim > 0 and (x.shape[-1] == size or x.shape == (size, 1))
 
 
 def _dotted(key: Any) -> str:

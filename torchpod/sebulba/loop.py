@@ -8,7 +8,6 @@ if there is one pool.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -151,13 +150,13 @@ class Sebulba:
             ranks=ranks,
         )
         self._count = compiler(count_episodes)
-        if compiler.enabled:
-            act = functools.partial(compiler, fall_back=self.agent.may_fall_back)
-            compiled = {d: act(self._advance_of(self.agent, self.envs[0])) for d in devices}
+        if compiler.enabled and not self.agent.may_fall_back:
+            compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
             self._advances = [compiled[self._actor_device(i)] for i in range(num_pools)]
         else:
             # A module whose parameters one thread has put in place must not be called by another.
-            self._advances = [self._advance_of(copy.deepcopy(self.agent), env) for env in self.envs]
+            own = [self._advance_of(copy.deepcopy(self.agent), env) for env in self.envs]
+            self._advances = [compiler(advance, fall_back=True) for advance in own]
 
     @property
     def restartable(self) -> bool:
