@@ -276,6 +276,8 @@ def parts(spec: EnvSpec, config: TorchRLConfig) -> Parts:
 
     if config.loss not in LOSSES:
         raise ValueError(f"loss={config.loss} is not known; use one of {', '.join(sorted(LOSSES))}.")
+    if not hasattr(torchrl.objectives, config.loss):
+        raise ValueError(f"torchrl {torchrl.__version__} has no {config.loss}; install a newer one.")
     cls = getattr(torchrl.objectives, config.loss)
 
     known = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}

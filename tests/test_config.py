@@ -32,7 +32,7 @@ def test_the_groups_hold_what_there_is():
 
 
 @pytest.mark.parametrize(
-    "override", [f"{group}={name}" for group in ("experiment", "algo", "env") for name in choices(group)]
+    "override", [f"{group}={name}" for group in ("experiment", "algo", "env", "loss") for name in choices(group)]
 )
 def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
     if override == "env=envpool" or "pong" in override:

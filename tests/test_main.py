@@ -71,7 +71,7 @@ def test_list_names_one_choice_a_line(what: str, name: str, call: Call):
 
 
 def test_list_of_anything_else_is_refused(call: Call):
-    assert error_of(call("list", "env")) == "torchpod list takes one of envs, algos, experiments."
+    assert error_of(call("list", "env")) == "torchpod list takes one of envs, algos, experiments, losses."
 
 
 def test_train_then_eval_then_resume(call: Call):

@@ -23,12 +23,14 @@ DRAWS = {
     "bernoulli": (lambda: torch.bernoulli(torch.full((N,), 0.3)), (0.3, 0.21)),
     "randint": (lambda: torch.randint(2, 6, (N,)), (3.5, 15 / 12)),
     "randint from 0": (lambda: torch.randint(4, (N,)), (1.5, 15 / 12)),
+    "randint of a size": (lambda: torch.randint(2, 6, size=(N,)), (3.5, 15 / 12)),
+    "randint of names": (lambda: torch.randint(high=4, size=(N,)), (1.5, 15 / 12)),
     "normal_": (lambda: torch.empty(N).normal_(1.0, 2.0), (1.0, 4.0)),
     "uniform_": (lambda: torch.empty(N).uniform_(-1, 3), (1.0, 16 / 12)),
     "exponential_": (lambda: torch.empty(N).exponential_(2.0), (0.5, 0.25)),
     "bernoulli_": (lambda: torch.empty(N).bernoulli_(0.3), (0.3, 0.21)),
     "Normal": (lambda: Normal(torch.zeros(N), 2.0).rsample(), (0.0, 4.0)),
-    "Bernoulli": (lambda: Bernoulli(probs=torch.full((N,), 0.5)).sample(), (0.5, 0.25)),
+    "Bernoulli": (lambda: Bernoulli(probs=torch.full((N,), 0.3)).sample(), (0.3, 0.21)),
 }
 
 
