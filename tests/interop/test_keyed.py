@@ -8,7 +8,7 @@ from torch.distributions import Bernoulli, Categorical, Normal
 
 from torchpod import random
 from torchpod.inductor import trace
-from torchpod.interop.keyed import Keyed
+from torchpod.interop.keyed import Keyed, NothingElseDraws
 
 N = 20_000
 UNIFORM, NORMAL = (0.5, 1 / 12), (0.0, 1.0)
@@ -109,3 +109,22 @@ def test_what_has_no_counterpart_is_refused(draw):
 def test_a_draw_without_an_axis_for_the_environments_is_refused():
     with Keyed(random.split(random.key(0), 6)), pytest.raises(ValueError, match="no axis for the 6 environments"):
         torch.randn(5, 2)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.nn.functional.dropout(torch.ones(3)),
+        lambda: torch.nn.functional.gumbel_softmax(torch.ones(3)),
+    ],
+)
+def test_draws_within_torchs_own_functions_are_seen(draw):
+    with Keyed(random.key(0)), NothingElseDraws(), pytest.raises(NotImplementedError, match="cannot be keyed"):
+        draw()
+
+
+def test_what_is_keyed_or_draws_nothing_passes(seed):
+    with Keyed(random.key(seed)), NothingElseDraws():
+        x = Normal(torch.zeros(3), 1.0).sample() + torch.nn.functional.dropout(torch.ones(3), training=False)
+        x += torch.empty(3).uniform_() + torch.multinomial(torch.ones(3), 3) + torch.randperm(3)
+    assert x.isfinite().all()

@@ -484,6 +484,16 @@ UNFIT = {
         lambda actor: DQNLoss(actor, delay_value=False),
         "DQNLoss has no target network; make it with delay_value=True",
     ),
+    "dropout": lambda: (
+        categorical(module=TensorDictModule(nn.Sequential(nn.Dropout(), Sums(2)), ["observation"], ["logits"])),
+        lambda actor: A2CLoss(actor, critic()),
+        "draws from torch's generator where it cannot be keyed",
+    ),
+    "statistics of batches": lambda: (
+        categorical(module=TensorDictModule(nn.Sequential(nn.BatchNorm1d(4), Sums(2)), ["observation"], ["logits"])),
+        lambda actor: A2CLoss(actor, critic()),
+        "A2CLoss is no pure function of its parameters; modules that write to their buffers",
+    ),
     "a sum": lambda: (
         categorical(),
         lambda actor: Summed(actor, critic()),
@@ -516,7 +526,7 @@ def with_estimator(loss, kind, **own):
 @pytest.mark.parametrize("what", UNFIT)
 def test_what_does_not_fit_is_refused_with_a_sentence(what):
     actor, make, told = UNFIT[what]()
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(told)):
         LossAgent(actor, make(actor), spec=SPEC)
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpod import random
 
@@ -64,6 +65,24 @@ class Keyed(TorchFunctionMode):
             x = draw(keys, math.prod(rest)).reshape(size, *rest).movedim(0, axis)
         dtype = options.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
         return x.to(dtype)
+
+
+class NothingElseDraws(TorchDispatchMode):
+    """A context in which an operator that draws from torch's generator is refused, wherever it is called from.
+
+    Within `Keyed`, for one trial run: it sees what `Keyed` cannot, draws within torch's own functions (dropout).
+
+    Raises:
+      NotImplementedError: at such an operator.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotImplementedError(
+                f"{func} draws from torch's generator where it cannot be keyed (dropout, gumbel_softmax, ...); leave "
+                f"it out, or draw with one of {', '.join(sorted(f.__name__ for f in _DRAWS))}."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _shape(size: tuple[Any, ...]) -> Sequence[int]:
@@ -168,15 +187,6 @@ _UNKNOWN = {
     torch.binomial,
     cast(Any, torch)._standard_gamma,
     cast(Any, torch)._sample_dirichlet,
-    torch.nn.functional.dropout,
-    torch.nn.functional.dropout1d,
-    torch.nn.functional.dropout2d,
-    torch.nn.functional.dropout3d,
-    torch.nn.functional.alpha_dropout,
-    torch.nn.functional.feature_alpha_dropout,
-    torch.nn.functional.gumbel_softmax,
-    torch.nn.functional.rrelu,
-    torch.dropout,
     Tensor.random_,
     Tensor.cauchy_,
     Tensor.log_normal_,

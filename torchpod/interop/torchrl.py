@@ -27,7 +27,7 @@ from torchrl.objectives import KLPENPPOLoss, LossModule
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
-from torchpod.interop.keyed import Keyed
+from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.losses import TORCHRL, PureLoss
 from torchpod.ops.returns import gae
 from torchpod.specs import Box, Discrete, EnvSpec
@@ -108,6 +108,7 @@ class LossAgent(Agent):
         self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic))
         self.target_rate = target_rate if self._pure.delayed else None
         self.target_interval = target_interval
+        self._check_gradient(example)
         log_prob = getattr(self._keys, "sample_log_prob", None)
         self.max_lag = None if not self._on_policy else int(log_prob in self._extras)
         delays = [name for name in inspect.signature(type(loss).__init__).parameters if name.startswith("delay_")]
@@ -162,7 +163,8 @@ class LossAgent(Agent):
             if key not in known:
                 raise ValueError(f"the actor reads {key!r}, and {self._spec.name} has {sorted(map(str, known))}.")
         keys = random.split(random.key(0), rows)
-        with torch.no_grad(), TORCHRL, set_exploration_type(ExplorationType.RANDOM), Keyed(keys):
+        exploring = set_exploration_type(ExplorationType.RANDOM)
+        with torch.no_grad(), TORCHRL, exploring, Keyed(keys), NothingElseDraws():
             out = self._called("the actor", actor, data)
         action = out.get("action", None)
         if action is None:
@@ -223,9 +225,11 @@ class LossAgent(Agent):
         data, rows = self._renamed(example, loss.tensor_keys), example.shape[0]
         before = {name: x.clone() for name, x in loss._buffers.items() if x is not None}
         try:
-            with Keyed(random.key(0)):
+            with Keyed(random.key(0)), NothingElseDraws():
                 out = loss(data.clone())
             loss._buffers |= before  # an adaptive coefficient has moved
+        except NotImplementedError:
+            raise
         except Exception as error:
             told = str(error).strip().split("\n")[0]
             raise ValueError(
@@ -243,6 +247,25 @@ class LossAgent(Agent):
                     f"{name} of {self._name} has shape {list(x.shape)} with reduction='none' and {rows} rows; a loss "
                     f"must say what each row costs, [..., {rows}] or [{rows}, 1], to mask resets."
                 )
+
+    def _check_gradient(self, example: TensorDict) -> None:
+        """Takes the gradient of the loss as a pure function: whether it is one."""
+        data, own = self._renamed(example, self._keys), self.variables()
+        params = {name: x.detach() for name, x in own.items() if name in self._pure.params}
+
+        def total(params: dict[str, Tensor]) -> Tensor:
+            out, _ = self._pure(params, own, params, data.clone())
+            return torch.stack([x.mean() for name, x in out.items() if name.startswith("loss")]).sum()
+
+        try:
+            with Keyed(random.key(0)):
+                torch.func.grad(total)(params)
+        except Exception as error:
+            told = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"{self._name} is no pure function of its parameters; modules that write to their buffers, such as "
+                f"BatchNorm, cannot be used (LayerNorm can): {told}"
+            ) from error
 
     # What the agent is: its variables are those of the loss, under the names of losses.py.
 
