@@ -98,7 +98,9 @@ def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_ranks
     assert ranks.returncode == 0, ranks.stderr
     execute(load([*overrides, f"run_dir={tmp_path / 'one'}"]))
     one, many = (checkpoint.load_weights(checkpoint.latest(tmp_path / name)) for name in ("one", "run"))
-    difference = max((one[name] - many[name]).abs().max().item() for name in one)
+    unlike = {name: (x - many[name]).abs().max().item() for name, x in one.items() if x.isfinite().all()}
+    assert one.keys() - unlike.keys() == {"reward_clip"}  # infinite
+    difference = max(unlike.values())
     print(f"{num_ranks} ranks differ by {difference:.2g} after 20 iterations")
     assert difference < 1e-5
     rows = [metrics.read_metrics(tmp_path / name) for name in ("one", "run")]
