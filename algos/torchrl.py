@@ -264,6 +264,8 @@ OFF_POLICY: dict[str, Maker] = {
     "TQCLoss": _quantiles,
 }
 LOSSES = ON_POLICY | OFF_POLICY
+CONTINUOUS = ("CQLLoss", "CrossQLoss", "DDPGLoss", "IQLLoss", "REDQLoss", "SACLoss", "TD3Loss", "TQCLoss")
+"""Those that are for continuous actions alone."""
 
 
 def parts(spec: EnvSpec, config: TorchRLConfig) -> Parts:

@@ -10,9 +10,7 @@ Read harness.py first.
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from torchpod.bench import harness
@@ -116,10 +114,9 @@ def main(
         if case.cores > len(os.sched_getaffinity(0)):
             failures.append(f"{case.name}: not measured, there are too few cores.")
             continue
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            arguments = [case_arguments(case, repeats, learn=not quick, seed=i) for i in range(rounds)]
-            pinned = core if case.cores == 1 else sorted(os.sched_getaffinity(0))[-case.cores :]
-            results = harness.interleave((ours, peer), arguments, core=pinned, cache_dir=Path(cache))
+        arguments = [case_arguments(case, repeats, learn=not quick, seed=i) for i in range(rounds)]
+        pinned = core if case.cores == 1 else sorted(os.sched_getaffinity(0))[-case.cores :]
+        results = harness.interleave((ours, peer), arguments, core=pinned)
         a, b = results[ours.name], results[peer.name]
         rows.append(make.rate(case.name, a, b, peer_name=peer.name))
         print(describe(rows[-1]), flush=True)

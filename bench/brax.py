@@ -19,9 +19,7 @@ Both sides have all cores: pinned to fewer than its pool has threads, XLA stalls
 import dataclasses
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from torchpod.bench import harness
@@ -92,9 +90,8 @@ def main(
     load_average = os.getloadavg()
     make, rows, failures = RowMaker(), [], []
     for case in harness.chosen(cases, only, "brax"):
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            arguments = [case_arguments(case, repeats, seed=i) for i in range(rounds)]
-            results = harness.interleave((ours, peer), arguments, core=None, cache_dir=Path(cache))
+        arguments = [case_arguments(case, repeats, seed=i) for i in range(rounds)]
+        results = harness.interleave((ours, peer), arguments, core=None)
         a, b = results[ours.name], results[peer.name]
         new = [make.rate(case.name, a, b, peer_name=peer.name)]
         if case.mode == "update":

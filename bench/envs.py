@@ -10,9 +10,7 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchpod.bench import harness
@@ -93,9 +91,8 @@ def main(
     cases = harness.chosen(cases, only, "envs")
     for case in cases:
         sides = (ours, peer) if case.peer else (ours,)
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            arguments = [case_arguments(case, repeats, quick=quick, seed=i) for i in range(rounds)]
-            results = harness.interleave(sides, arguments, core=core, cache_dir=Path(cache))
+        arguments = [case_arguments(case, repeats, quick=quick, seed=i) for i in range(rounds)]
+        results = harness.interleave(sides, arguments, core=core)
         a = results[ours.name]
         b = results.get(peer.name, WorkerError("gymnax has no such environment"))
         row = make.rate(f"{case.name}/{NUM_ENVS}", a, b, peer_name=peer.name)

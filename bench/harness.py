@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,7 +173,7 @@ def interleave(
     arguments: Sequence[Sequence[str]],
     *,
     core: int | Sequence[int] | None,
-    cache_dir: Path,
+    cache_dir: Path | None = None,
     timeout_s: float = 1800.0,
 ) -> dict[str, list[Measurement] | WorkerError]:
     """Runs every worker once per round, in turn.
@@ -181,12 +182,15 @@ def interleave(
       workers: the sides, in the order in which they run.
       arguments: command-line arguments of each round.
       core: the core, or cores, that all are pinned to, None for no pinning.
-      cache_dir: compile caches go here, one folder per worker; empty at the first round.
+      cache_dir: compile caches go here, one folder per worker; None: an empty one, and the first round compiles cold.
       timeout_s: of one run.
 
     Returns:
       Each worker's measurements by round, or the error that ended its part.
     """
+    if cache_dir is None:
+        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+            return interleave(workers, arguments, core=core, cache_dir=Path(cache), timeout_s=timeout_s)
     results: dict[str, list[Measurement] | WorkerError] = {worker.name: [] for worker in workers}
     for round_arguments in arguments:
         for worker in workers:

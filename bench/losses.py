@@ -9,9 +9,7 @@ large: 8192 rows, 2 x 256, where it is that of matrix products. Read harness.py 
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from torchpod.algos.torchrl import LOSSES
@@ -66,11 +64,10 @@ def main(
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
     for case in harness.chosen(cases, only, "losses"):
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            num_rows, hidden = SIZES[case.size]
-            same = ["--loss", case.loss, "--rows", str(num_rows), "--hidden", str(hidden), "--repeats", str(repeats)]
-            arguments = [[*same, "--seed", str(i)] for i in range(rounds)]
-            results = harness.interleave(workers, arguments, core=core, cache_dir=Path(cache))
+        num_rows, hidden = SIZES[case.size]
+        same = ["--loss", case.loss, "--rows", str(num_rows), "--hidden", str(hidden), "--repeats", str(repeats)]
+        arguments = [[*same, "--seed", str(i)] for i in range(rounds)]
+        results = harness.interleave(workers, arguments, core=core)
         a, b = (results[worker.name] for worker in workers)
         row = make.rate(case.name, a, b, peer_name=workers[1].name, unit="updates/s")
         rows.append(row)

@@ -21,7 +21,7 @@ from torchrl.objectives import SoftUpdate
 
 from torchpod import random
 from torchpod.agent import Agent, variables_of
-from torchpod.algos.torchrl import TorchRLConfig, loss_agent, parts
+from torchpod.algos.torchrl import CONTINUOUS, TorchRLConfig, loss_agent, parts
 from torchpod.compile import Compiler
 from torchpod.env import Env
 from torchpod.envs.classic.cartpole import CartPole
@@ -32,7 +32,6 @@ from torchpod.types import Trajectory
 
 NUM_ENVS, RATE, TAU, MAX_NORM = 16, 3e-4, 0.005, 10.0
 SIDES = ("torchpod", "torchrl")
-CONTINUOUS = ("CQLLoss", "CrossQLoss", "DDPGLoss", "IQLLoss", "REDQLoss", "SACLoss", "TD3Loss", "TQCLoss")
 
 
 def env_for(loss: str) -> Env:

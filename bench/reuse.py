@@ -9,9 +9,7 @@ needs another pass for its V-trace targets: at most 5/3.
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchpod.bench import harness
 from torchpod.bench.harness import RowMaker, Worker, WorkerError
@@ -43,9 +41,8 @@ def main(
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
     for case in cases:
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            arguments = [["--case", case, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
-            results = harness.interleave(workers, arguments, core=core, cache_dir=Path(cache))
+        arguments = [["--case", case, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
+        results = harness.interleave(workers, arguments, core=core)
         a, b = (results[worker.name] for worker in workers)
         rows.append(make.rate(case, a, b, peer_name=workers[1].name))
         cold = (x[:1] if isinstance(x, list) else x for x in (a, b))

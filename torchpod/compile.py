@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ class Compiler:
         if enabled and has_compiler:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
-        self._made: list[Compiled] = []
+        self._made: weakref.WeakSet[Compiled] = weakref.WeakSet()  # an evaluation's programs go when it is over
 
     def __call__(
         self, fn: Callable[..., Any], *, compilations: int | None = None, fall_back: bool = False
@@ -62,8 +63,9 @@ class Compiler:
         if not self.enabled:
             return as_it_is
         mapped = fn if self.population == 1 else torch.vmap(fn)
-        self._made.append(Compiled(mapped, fn.__qualname__, limit, fallback=as_it_is if fall_back else None))
-        return self._made[-1]
+        compiled = Compiled(mapped, fn.__qualname__, limit, fallback=as_it_is if fall_back else None)
+        self._made.add(compiled)
+        return compiled
 
     @property
     def fell_back(self) -> bool:

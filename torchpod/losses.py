@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.agent import Agent, variables_of
-from torchpod.algos.torchrl import LOSSES, ON_POLICY, TorchRLConfig, loss_agent
+from torchpod.agent import variables_of
+from torchpod.algos.torchrl import CONTINUOUS, LOSSES, ON_POLICY, TorchRLConfig, loss_agent
 from torchpod.env import Env
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
@@ -31,8 +31,9 @@ class Verdict(NamedTuple):
 def verdicts() -> Iterator[Verdict]:
     """One per loss, with small networks on CartPole, or on Pendulum if the loss wants continuous actions."""
     for name in sorted(LOSSES):
+        env: Env = Pendulum() if name in CONTINUOUS else CartPole()
         try:
-            agent, env = _made(name)
+            agent = loss_agent(env.spec, TorchRLConfig(name, hidden=(16,)))
         except Exception as error:
             yield Verdict(name, "unsupported", str(error))
             continue
@@ -57,18 +58,6 @@ def verdicts() -> Iterator[Verdict]:
             yield Verdict(name, "compiles whole")
         except Exception as error:
             yield Verdict(name, "falls back", where(error))
-
-
-def _made(name: str) -> tuple[Agent, Env]:
-    config = TorchRLConfig(name, hidden=(16,))
-    try:
-        env: Env = CartPole()
-        return loss_agent(env.spec, config), env
-    except ValueError as error:
-        if "is for actions" not in str(error):
-            raise
-        env = Pendulum()
-        return loss_agent(env.spec, config), env
 
 
 def main() -> int:

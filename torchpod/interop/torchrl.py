@@ -1,8 +1,8 @@
 """Agents made of a TorchRL loss: `LossAgent(actor, loss, spec=env.spec)` runs in both loops like any agent.
 
-The loss is called as a pure function of its parameters (losses.py) and draws by our keys (keyed.py), so that an update
-is the learner's: minibatches, chunks, ranks, clipping, Adam, targets, the NaN guard, checkpoints. It reads a TensorDict
-with TorchRL's keys: `observation`, `action`, what the actor wrote beside it, and
+The loss is called as a pure function of its parameters (pure_loss.py) and draws by our keys (keyed.py), so that an
+update is the learner's: minibatches, chunks, ranks, clipping, Adam, targets, the NaN guard, checkpoints. It reads a
+TensorDict with TorchRL's keys: `observation`, `action`, what the actor wrote beside it, and
 
 - losses with a critic (PPO, A2C, Reinforce): `advantage`, `value_target` and `state_value`. Advantages are ours
   (ops/returns.py, computed once per trajectory): TorchRL's estimators do not compile, and know nothing of resets;
@@ -28,7 +28,7 @@ from torchrl.objectives import KLPENPPOLoss, LossModule
 from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.interop.keyed import Keyed, NothingElseDraws
-from torchpod.interop.losses import TORCHRL, PureLoss
+from torchpod.interop.pure_loss import TORCHRL, PureLoss
 from torchpod.ops.returns import gae
 from torchpod.specs import Box, Discrete, EnvSpec
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
@@ -104,8 +104,8 @@ class LossAgent(Agent):
         self._keys = cast(Any, loss.tensor_keys)
         for name, x in (self._pure.params | self._pure.buffers).items():
             _register(self, name, x)
-        self._actor = _Net(actor, self._pure.names_in(actor))
-        self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic))
+        self._actor = _Net(actor, self._pure.names_in(actor, "actor"))
+        self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic, "critic"))
         self.target_rate = target_rate if self._pure.delayed else None
         self.target_interval = target_interval
         self._check_gradient(example)
@@ -267,7 +267,7 @@ class LossAgent(Agent):
                 f"BatchNorm, cannot be used (LayerNorm can): {told}"
             ) from error
 
-    # What the agent is: its variables are those of the loss, under the names of losses.py.
+    # What the agent is: its variables are those of the loss, under the names of pure_loss.py.
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LossAgent":
         for module in (self._pure.loss, self._actor.module, *([self._critic.module] if self._critic else [])):

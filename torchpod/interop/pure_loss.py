@@ -78,8 +78,12 @@ class PureLoss:
         self._truths = {name: bool(x) for name, x in coefficients.items() if x.numel() == 1}
         self.buffers |= coefficients
 
-    def names_in(self, module: nn.Module) -> dict[str, str]:
+    def names_in(self, module: nn.Module, what: str) -> dict[str, str]:
         """For each parameter and buffer of a network, or of something around it, its name here.
+
+        Args:
+          module: the network.
+          what: to call it in the error.
 
         Raises:
           ValueError: if the loss was not built of this network.
@@ -91,8 +95,8 @@ class PureLoss:
                 names[name] = known[x.data_ptr()]
             elif isinstance(x, nn.Parameter):
                 raise ValueError(
-                    f"{name} of the actor is no parameter of {type(self.loss).__name__}; build the loss from the "
-                    "network that acts."
+                    f"{name} of the {what} is no parameter of {type(self.loss).__name__}; build the loss from the "
+                    "networks that are used."
                 )
         return names
 
@@ -110,7 +114,7 @@ class PureLoss:
         Returns:
           Its results by name, and the coefficients in `adaptive` as they are afterwards.
         """
-        with TORCHRL, self._with(params, buffers, targets) as own, _untraced(), _Calls(own, self._truths):
+        with TORCHRL, self._with(params, buffers, targets) as own, _told_that_it_is_traced(), _Calls(own, self._truths):
             out = self.loss(data)
             changed = [name for name in self._coefficients if own[name] is not buffers[name]]
             adapted = {name: own[name] for name in self._adaptive}
@@ -202,11 +206,15 @@ class _Calls(TorchFunctionMode):
 
 
 _GET_DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.data).__set__
-_MODULES: tuple[Any, ...] = (torchrl.objectives.common, torchrl.objectives.ppo, torchrl.objectives.utils)
+_MODULES: tuple[Any, ...] = tuple(
+    module
+    for module in (torchrl.objectives.common, torchrl.objectives.ppo, torchrl.objectives.utils)
+    if hasattr(module, "is_dynamo_compiling")
+)
 
 
 @contextlib.contextmanager
-def _untraced() -> Iterator[None]:
+def _told_that_it_is_traced() -> Iterator[None]:
     """While a program is traced, TorchRL is told so: it then leaves out branches that depend on data.
 
     It asks Dynamo, which does not trace our programs (inductor.py).
@@ -214,12 +222,11 @@ def _untraced() -> Iterator[None]:
     if not torch.compiler.is_compiling():
         yield
         return
-    flags = [(module, name) for module in _MODULES for name in ("is_dynamo_compiling",) if hasattr(module, name)]
-    before = [getattr(module, name) for module, name in flags]
-    for module, name in flags:
-        setattr(module, name, lambda: True)
+    before = [module.is_dynamo_compiling for module in _MODULES]
+    for module in _MODULES:
+        module.is_dynamo_compiling = lambda: True
     try:
         yield
     finally:
-        for (module, name), value in zip(flags, before, strict=True):
-            setattr(module, name, value)
+        for module, asked in zip(_MODULES, before, strict=True):
+            module.is_dynamo_compiling = asked
