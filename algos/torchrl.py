@@ -38,6 +38,12 @@ class TorchRLConfig:
     """Of losses with advantages: mean 0 and std 1 per minibatch."""
     target_rate: float = 0.005
     target_interval: int = 1
+    epsilon: float = 0.05
+    """Share of random actions at last, of losses whose actor takes the best of discrete ones."""
+    exploration_fraction: float = 0.2
+    """Part of the run in which it falls from 1."""
+    noise: float = 0.1
+    """Added to the actions of losses with a deterministic actor, in units of half their range."""
 
 
 class Parts(NamedTuple):
@@ -264,6 +270,7 @@ OFF_POLICY: dict[str, Maker] = {
     "TQCLoss": _quantiles,
 }
 LOSSES = ON_POLICY | OFF_POLICY
+EPSILON_GREEDY, NOISY = ("DQNLoss", "DistributionalDQNLoss"), ("DDPGLoss", "TD3Loss")
 CONTINUOUS = ("CQLLoss", "CrossQLoss", "DDPGLoss", "IQLLoss", "REDQLoss", "SACLoss", "TD3Loss", "TQCLoss")
 """Those that are for continuous actions alone."""
 
@@ -297,18 +304,8 @@ def torchrl_agent(spec: EnvSpec, config: TorchRLConfig = TorchRLConfig()) -> Age
     """The agent of `algo=torchrl`.
 
     Raises:
-      ValueError: as `parts`; or if the loss wants replay, which is planned.
+      ValueError: as `parts`.
     """
-    if config.loss in OFF_POLICY:
-        raise ValueError(
-            f"{config.loss} learns from replayed transitions, and replay is not there yet; use one of "
-            f"{', '.join(sorted(ON_POLICY))}."
-        )
-    return loss_agent(spec, config)
-
-
-def loss_agent(spec: EnvSpec, config: TorchRLConfig) -> Agent:
-    """An agent of any of `LOSSES`."""
     from torchpod.interop.torchrl import LossAgent
 
     actor, loss = parts(spec, config)
@@ -322,4 +319,7 @@ def loss_agent(spec: EnvSpec, config: TorchRLConfig) -> Agent:
         gae_lambda=config.gae_lambda,
         target_rate=config.target_rate,
         target_interval=config.target_interval,
+        epsilon=config.epsilon if config.loss in EPSILON_GREEDY else 0.0,
+        noise=config.noise if config.loss in NOISY else 0.0,
+        exploration_fraction=config.exploration_fraction,
     )

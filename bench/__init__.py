@@ -9,10 +9,11 @@ if __name__ == "bench":
 
 # Suite -> module of this package; read when it is asked for, so that one suite never needs what another imports.
 SUITES = {
-    name: name for name in ("anakin", "brax", "envs", "gpu", "losses", "population", "reuse", "scaling", "sebulba")
+    name: name
+    for name in ("anakin", "brax", "envs", "gpu", "losses", "population", "replay", "reuse", "scaling", "sebulba")
 }
 
-HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses")
+HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses", "replay")
 """Suites that know `--only`."""
 
 

@@ -5,12 +5,7 @@ taskset -c 0 python -m torchpod.bench.losses_worker --loss SACLoss --rows 256 --
 
 import argparse
 import json
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -21,7 +16,8 @@ from torchrl.objectives import SoftUpdate
 
 from torchpod import random
 from torchpod.agent import Agent, variables_of
-from torchpod.algos.torchrl import CONTINUOUS, TorchRLConfig, loss_agent, parts
+from torchpod.algos.torchrl import CONTINUOUS, TorchRLConfig, parts, torchrl_agent
+from torchpod.bench.rates import report
 from torchpod.compile import Compiler
 from torchpod.env import Env
 from torchpod.envs.classic.cartpole import CartPole
@@ -56,7 +52,7 @@ def data_for(agent: Agent, env: Env, rows: int, seed: int) -> tuple[Trajectory, 
 def ours(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Callable[[], Tensor], int]:
     """An update by the learner, and the number of parameters."""
     env = env_for(loss)
-    agent = loss_agent(env.spec, config_of(loss, hidden))
+    agent = torchrl_agent(env.spec, config_of(loss, hidden))
     settings = LearnerConfig(
         num_epochs=1,
         num_minibatches=1,
@@ -78,7 +74,7 @@ def ours(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Call
         nonlocal state, count
         count += 1
         key = random.at(root, count)
-        state, metrics = learner._steps(state, chunks, (key,), *learner._before_chunks(state, chunks, key))
+        state, metrics, _ = learner._steps(state, chunks, (key,), *learner._before_chunks(state, chunks, key))
         state = state._replace(buffers=buffers | state.buffers)
         return metrics[0]
 
@@ -90,7 +86,7 @@ def theirs(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Ca
     """An update as in TorchRL's examples, uncompiled, and the number of parameters."""
     env, config = env_for(loss), config_of(loss, hidden)
     with torch.random.fork_rng():  # its networks are those of the loss below
-        agent = loss_agent(env.spec, config)
+        agent = torchrl_agent(env.spec, config)
     trajectory, keys = data_for(agent, env, rows, seed)
     with torch.no_grad():
         steps = pytree.tree_map(lambda x: x.flatten(0, 1), agent.prepare(trajectory, keys).steps)
@@ -142,51 +138,17 @@ def main() -> None:
     torch.manual_seed(args.seed)
     make = ours if args.side == "torchpod" else theirs
     update, num_params = make(args.loss, (args.hidden, args.hidden), args.rows, args.seed)
-    began = time.perf_counter()
-    for _ in range(3):  # the second is recorded (recorded.py)
-        update().sum().item()
-    first_s = time.perf_counter() - began
-    began = time.perf_counter()
-    for _ in range(5):
-        update()
-    each_s = (time.perf_counter() - began) / 5
-    count = max(2, round(args.seconds / each_s))
-    wall_s, cpu_s = [], []
-    for _ in range(args.repeats):
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(count - 1):
-            update()
-        assert update().isfinite().all()
-        wall_s.append(time.perf_counter() - wall)
-        cpu_s.append(time.process_time() - cpu)
-    rates = [count / wall for wall in wall_s]
-    names = ("torch", "torchrl", "tensordict")
-    print(
-        json.dumps(
-            {
-                "framework": args.side,
-                "mode": "update",
-                "num_envs": NUM_ENVS,
-                "unroll_length": args.rows // NUM_ENVS,
-                "epochs": 1,
-                "minibatches": 1,
-                "batch_rows": args.rows,
-                "param_count": num_params,
-                "dtype": "float32",
-                "iterations": 1,
-                "total_iterations": 0,
-                "compile_s": first_s - 3 * each_s,
-                "env_steps": [count] * args.repeats,
-                "wall_s": wall_s,
-                "cpu_s": cpu_s,
-                "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
-                "episode_return": None,
-                "episodes": 0,
-                "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},
-                "versions": {name: metadata.version(name) for name in names} | {"python": platform.python_version()},
-            }
-        )
-    )
+    work = {
+        "mode": "update",
+        "num_envs": NUM_ENVS,
+        "unroll_length": args.rows // NUM_ENVS,
+        "batch_rows": args.rows,
+        "param_count": num_params,
+    }
+    rates = {"seconds": args.seconds, "repeats": args.repeats}
+    told = report(update, framework=args.side, work=work, **rates)
+    assert update().isfinite().all()
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from torchpod import algos, configs, envs
+from torchpod.algos.torchrl import CONTINUOUS
 from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load
 from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
@@ -41,7 +42,9 @@ def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
         pytest.skip("the extra `brax` is not installed")
     host = ["loop=sebulba"] if override in ("env=brax", "env=envpool", "env=gymnasium") else []
     host += ["env.task=fast"] if override == "env=brax" else []  # others take long to compile
-    host += ["env=pendulum"] if override in ("algo=apg", "algo=shac") else []
+    continuous = [f"algo={x}" for x in ("apg", "ddpg", "shac", "td3")] + [f"loss={x}" for x in CONTINUOUS]
+    host += ["env=pendulum"] if override in continuous else []
+    host += ["algo.replay.min_size=1"] if load([override]).algo.replay else []  # learns in the first iteration
     host += ["+env.max_episode_steps=20"] if "pong" in override else []
     run = execute(load([override, *host, *TINY, f"run_dir={tmp_path / 'run'}"]))
     assert 0 < run.summary["env_steps"] <= 16 * 16

@@ -6,6 +6,7 @@ of the module's own. So one file serves one run, a population (vmap over variabl
 updates, and both loops. An agent never learns which loop it is in.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,15 @@ class Agent(nn.Module):
     """Target parameters follow by `target += rate * (params - target)` after each update; None for no targets."""
     target_interval: int = 1
     """Targets follow after every so many updates."""
+    annealed: tuple[str, ...] = ()
+    """Hyperparameters that fall linearly to 0 over the run, in `act` and in `loss`, as those of the learner's `anneal`
+    do."""
+    optimizer_intervals: Mapping[str, int] = {}
+    """Optimizer groups that take a step after every so many updates, e.g. a policy that waits for its critic."""
+    replayed: int = 0
+    """Steps T of the trajectories that `prepare` gets from replay, e.g. n of n-step targets; 0: no replay, it learns
+    from what was just seen. Then `prepare` may return fewer rows than steps, or one more, `[T', B, ...]`; a recurrent
+    agent gets `actor_state`, the others none, and `last_actor_state` is empty."""
     max_lag: int | None = 0
     """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
 
@@ -75,7 +85,7 @@ class Agent(nn.Module):
         """What is computed once per trajectory, before the epochs: advantages, targets, weights.
 
         Args:
-          trajectory: T steps of B environments.
+          trajectory: T steps of B environments, or as many windows of `replayed` steps.
           keys: `[B, 3]`, one fresh key per environment.
         """
         raise NotImplementedError

@@ -21,6 +21,7 @@ from torchpod.env import Env
 from torchpod.episodes import Episodes, count_episodes, mean_metrics
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
+from torchpod.replay import Priorities, ReplayConfig, ReplayLearner
 from torchpod.reuse_forward import ReuseForward
 from torchpod.rollout import Step, make_step, start, unroll
 from torchpod.through_env import Tape, ThroughEnv
@@ -48,6 +49,8 @@ class RunState(NamedTuple):
     """int64 scalar."""
     env_steps: Tensor
     """int64 scalar: transitions on all ranks so far, without resets."""
+    priorities: Priorities | tuple[()] = ()
+    """Of the replay buffer, if it has any. What it holds is in no state: see torchpod.replay."""
     older: tuple[Variables, ...] = ()
     """Parameters and buffers of the `lag` versions before the newest, oldest first: Sebulba's actors may still act with
     them."""
@@ -84,6 +87,7 @@ def init_state(
     begin: Callable[[Agent, Tensor], Carry],
     num_envs: int,
     *,
+    replay: ReplayLearner | None = None,
     ranks: Ranks,
     device: torch.device,
 ) -> RunState:
@@ -107,6 +111,7 @@ def init_state(
         episode_length=torch.zeros(num_envs, dtype=torch.int64, device=device),
         iteration=zero,
         env_steps=zero.clone(),
+        priorities=replay.buffer.priorities(device) if replay else (),
     )
 
 
@@ -143,6 +148,8 @@ class Anakin:
       compiler: how to compile; its population is P.
       ranks: all processes of the run.
       device: where everything lives.
+      replay: what is kept, for an agent that learns from replay.
+      max_iterations_per_call: for which the replay buffer has room.
     """
 
     def __init__(
@@ -157,6 +164,8 @@ class Anakin:
         compiler: Compiler,
         ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
+        replay: ReplayConfig | None = None,
+        max_iterations_per_call: int = 8,
     ) -> None:
         if not (env.traits.pure and env.traits.capturable):
             raise ValueError(f"environment {env.spec.name} is not a pure tensor program; run it with loop=sebulba.")
@@ -170,8 +179,13 @@ class Anakin:
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env), fall_back=self.agent.may_fall_back)
         self._count = compiler(count_episodes)
-        self._through = self._reuse = None
-        if self.agent.through_env:
+        self._through = self._reuse = self.replay = None
+        if self.agent.replayed:
+            settings = {"num_envs": num_envs, "unroll_length": unroll_length, "slack": max_iterations_per_call}
+            self.replay = ReplayLearner(
+                self.agent, self.learner, replay or ReplayConfig(), compiler=compiler, **settings
+            )
+        elif self.agent.through_env:
             self._through = ThroughEnv(self.agent, env, learner=self.learner, compiler=compiler)
         elif self.agent.reuse_forward:
             self._reuse = ReuseForward(self.agent, env, learner=self.learner, compiler=compiler)
@@ -183,9 +197,15 @@ class Anakin:
         return stack([self._init_one(s) for s in members or range(seed, seed + self.population)])
 
     def _init_one(self, seed: int) -> RunState:
-        placed = {"ranks": self.ranks, "device": self.device}
         return init_state(
-            seed, self.make_agent, self.learner, lambda a, keys: start(a, self.env, keys), self.num_envs, **placed
+            seed,
+            self.make_agent,
+            self.learner,
+            lambda a, keys: start(a, self.env, keys),
+            self.num_envs,
+            ranks=self.ranks,
+            device=self.device,
+            replay=self.replay,
         )
 
     def rollout(self, state: RunState) -> tuple[Carry, Trajectory]:
@@ -196,7 +216,7 @@ class Anakin:
         with span("rollout"):
             return unroll(
                 step,
-                state.learner.params | state.learner.buffers,
+                self.learner.acting(state.learner),
                 state.carry,
                 state.env_keys,
                 state.actor_keys,
@@ -205,13 +225,17 @@ class Anakin:
             )
 
     def iterate(self, state: RunState) -> tuple[RunState, dict[str, Tensor]]:
-        """One iteration: pure, without a host sync."""
+        """One iteration: without a host sync, and pure but for what replay keeps."""
         tape = Tape(self._step) if self._through else None
         kept = self._reuse.keep() if self._reuse else None
         carry, trajectory = self._rollout(tape or kept or self._step, state)
         with span("update"):
             keys = random.at(state.learner_keys, state.iteration * self.learner.counters_per_update)
-            if self._through and tape:
+            if self.replay:
+                learner, metrics = self.replay.update(
+                    state.learner, trajectory, state.priorities, state.iteration, keys
+                )
+            elif self._through and tape:
                 learner, metrics = self._through.update(
                     state.learner, tape.carries, trajectory, state.env_keys, state.actor_keys, keys
                 )
@@ -221,6 +245,14 @@ class Anakin:
                 )
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
         return next_state(state, carry, learner, metrics, episodes, self.ranks)
+
+    def fill(self, state: RunState) -> tuple[RunState, dict[str, Tensor]]:
+        """An iteration of the first ones of an agent with replay: it collects, and does not learn."""
+        assert self.replay is not None
+        carry, trajectory = self.rollout(state)
+        learner = self.replay.store(state.learner, trajectory, state.priorities, state.iteration)
+        episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
+        return next_state(state, carry, learner, {}, episodes, self.ranks)
 
 
 def train(
@@ -243,16 +275,27 @@ def train(
     """
     until = anakin.num_iterations if until is None else until
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
-    on_gpu = anakin.device.type == "cuda"
+    on_gpu, filled = anakin.device.type == "cuda", []
+    if anakin.replay and iterations_per_call > anakin.replay.buffer.slack:
+        raise ValueError(
+            f"iterations_per_call={iterations_per_call}: replay has room for {anakin.replay.buffer.slack}; make Anakin "
+            f"with max_iterations_per_call={iterations_per_call}."
+        )
     replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: not anakin.compiler.fell_back)
     compile_s = time.perf_counter() - began
     while iteration < until:
         began = time.perf_counter()
+        while anakin.replay and iteration < min(anakin.replay.buffer.fill_iterations, until):
+            state, metrics = anakin.fill(replay.state)
+            replay.load(state)
+            filled.append(metrics)
+            iteration += 1
         # Calls end at multiples of iterations_per_call, so that a resumed run reports the same rows.
         count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
         before = pytree.tree_map(torch.clone, replay.state)
         try:
-            metrics = mean_metrics([pytree.tree_map(torch.clone, replay()) for _ in range(count)])
+            history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
+            metrics, filled = mean_metrics([*filled, *history]), []
         except BaseException:
             replay.load(before)  # a call that is interrupted leaves the state of the last report
             raise
@@ -270,6 +313,7 @@ def train(
 
 def _find_failure(anakin: Anakin, state: RunState, count: int) -> NonFiniteError:
     """Runs the iterations of a failed call again, one by one: the same keys give the same numbers."""
+    state = pytree.tree_map(torch.clone, state)  # priorities are written in place
     for _ in range(count):
         after, _ = anakin.iterate(state)
         if (state.learner.healthy & ~after.learner.healthy).any():

@@ -41,6 +41,7 @@ def save(
     *,
     ranks: Ranks,
     keep: int,
+    manifest: bytes | None = None,
 ) -> Path:
     """Writes a checkpoint and removes old ones.
 
@@ -52,6 +53,7 @@ def save(
       meta: JSON, kept beside the state.
       ranks: all of them must call this together.
       keep: how many of the newest checkpoints stay.
+      manifest: of what every rank keeps elsewhere (replay/segments.py).
 
     Returns:
       The folder.
@@ -65,11 +67,15 @@ def save(
         with writing(final):
             partial.mkdir(parents=True, exist_ok=True)
             _write(partial / f"state-{ranks.rank}.pt", _flatten(state))
+            if manifest is not None:
+                _write_bytes(partial / f"replay-{ranks.rank}.json", manifest)
         ranks.barrier()
         if ranks.rank == 0:
             with writing(final):
                 _write_bytes(partial / "weights.safetensors", safetensors.torch.save(_portable(weights)))
-                names = [*(f"state-{rank}.pt" for rank in range(ranks.world_size)), "weights.safetensors"]
+                of_ranks = ["state-{}.pt"] if manifest is None else ["state-{}.pt", "replay-{}.json"]
+                names = [name.format(rank) for name in of_ranks for rank in range(ranks.world_size)]
+                names.append("weights.safetensors")
                 files = {name: _digest((partial / name).read_bytes()) for name in names}
                 meta = {
                     "format": FORMAT,
@@ -156,6 +162,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if meta.pop("sha256", None) != _digest_of(meta):
         raise CheckpointError(_damaged(folder / "meta.json"))
     return meta
+
+
+def manifest_of(folder: Path, rank: int) -> bytes:
+    """What `save` was given beside the state, or that of a run without; raises `CheckpointError`."""
+    name = f"replay-{rank}.json"
+    files = read_meta(folder)["files"]
+    return _read(folder, name, files[name]) if name in files else b"{}"
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

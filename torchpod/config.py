@@ -5,9 +5,9 @@ Every key, value and choice that does not exist is refused with the nearest name
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
-import operator
 import re
 import types
 import typing
@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchpod import algos, configs
 from torchpod.learner import LearnerConfig
+from torchpod.replay import ReplayConfig
 from torchpod.sebulba import SebulbaConfig
 
 GROUPS = ("algo", "env", "loop", "logger", "loss", "experiment")
@@ -40,6 +41,8 @@ _AT_LEAST_1 = (
     "algo.learner.num_epochs",
     "algo.learner.num_minibatches",
     "algo.learner.chunk_rows",
+    "algo.replay.capacity",
+    "algo.replay.batch_size",
     "loop.iterations_per_call",
     "loop.pools_per_actor",
     "loop.queue_size",
@@ -60,6 +63,10 @@ _RANGES = {
     "reward_clip": (0.0, float("inf")),
     "rho_clip": (0.0, float("inf")),
     "c_clip": (0.0, float("inf")),
+    "alpha": (0.0, float("inf")),
+    "beta": (0.0, 1.0),
+    "exploration_fraction": (0.0, 1.0),
+    "target_rate": (0.0, 1.0),
 }
 """Of hyperparameters, whether of the learner, of an agent or of members of a population."""
 
@@ -81,6 +88,8 @@ class AlgoConfig:
     agent: dict[str, Any]
     """Fields of the agent's own config dataclass; of an agent of the user's, those that were given."""
     learner: LearnerConfig
+    replay: ReplayConfig | None = None
+    """Of agents that learn from replay."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,8 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, as in config.yaml."""
         values = {k: v for k, v in _plain(dataclasses.asdict(self)).items() if k != "given"}
+        if self.algo.replay is None:
+            del values["algo"]["replay"]
         if self.loop.name == "anakin":
             values["loop"] = {k: values["loop"][k] for k in ("name", "iterations_per_call")}
         return values
@@ -202,8 +213,8 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
     """
     config = build(TrainConfig, values, "")
     for name in _AT_LEAST_1:
-        value = operator.attrgetter(name)(config)
-        if value is not None and value < 1:
+        value = functools.reduce(lambda part, key: getattr(part, key, None), name.split("."), config)
+        if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name}={value} must be at least 1.")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed} must be an integer from 0 to 2^63 - 1.")
@@ -215,6 +226,8 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError("run_dir is empty; name a folder, or leave it out.")
     _check_ranges(dataclasses.asdict(config.algo.learner), "algo.learner.")
     _check_ranges(config.algo.agent, "algo.agent.")
+    if config.algo.replay is not None:
+        _check_ranges(dataclasses.asdict(config.algo.replay), "algo.replay.")
     if not config.checkpoint.interval_s >= 0:
         raise ConfigError(f"checkpoint.interval_s={config.checkpoint.interval_s} must be at least 0.")
     if config.loop.name not in ("anakin", "sebulba"):
@@ -236,6 +249,8 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
 def _check_minibatches(config: TrainConfig) -> None:
     """What can be known before the agent is: a recurrent one, or ranks, ask the learner for more."""
     wanted, num_envs, length = config.algo.learner.num_minibatches, config.num_envs, config.algo.unroll_length
+    if config.algo.replay is not None:  # rows are drawn, so many for each
+        return
     if num_envs % wanted and length % wanted:
         example = next(n for n in range(min(wanted, num_envs), 0, -1) if num_envs % n == 0)
         raise ConfigError(
@@ -257,7 +272,7 @@ def _check_ranges(values: Mapping[str, Any], prefix: str) -> None:
 def choices(group: str) -> list[str]:
     """Names in a config group: what `GROUP=NAME` accepts."""
     folder = Path(configs.__path__[0]) / group
-    return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "custom")
+    return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "custom" and path.stem[0] != "_")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -270,6 +285,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def _register() -> None:
     store = ConfigStore.instance()
     agents = {f"{name}_defaults": (name, config()) for name, (_, config) in algos.MAKERS.items()}
+    makers = {name: maker for name, (maker, _) in algos.MAKERS.items()}
     for choice, (name, agent) in (agents | {"custom": ("custom", None)}).items():
         node = {
             "name": name,
@@ -277,6 +293,8 @@ def _register() -> None:
             "agent": dataclasses.asdict(agent) if agent is not None else {},
             "learner": dataclasses.asdict(LearnerConfig()),
         }
+        if agent is None or getattr(makers.get(name), "replayed", 0):
+            node["replay"] = dataclasses.asdict(ReplayConfig())
         store.store(group="algo", name=choice, node=_plain(node))
     store.store(group="env", name="custom", node={"name": "custom"})
 

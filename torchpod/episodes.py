@@ -53,7 +53,8 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     Args:
       history: per iteration, scalars (`[P]` in a population), and `episodes`, the sums of `count_episodes`.
     """
-    metrics = {name: torch.stack([h[name] for h in history]).mean(0) for name in history[0] if name != "episodes"}
+    names = [name for name in history[-1] if name != "episodes"]
+    metrics = {name: torch.stack([h[name] for h in history if name in h]).mean(0) for name in names}
     count, returns, lengths, _ = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
     metrics |= {"episodes": count, "episode_return": returns / count, "episode_length": lengths / count}
     on_host = {}

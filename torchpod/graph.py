@@ -20,7 +20,8 @@ class Replay:
     """See the module.
 
     Args:
-      fn: pure; same shapes out as in.
+      fn: same shapes out as in. It may write to leaves of the state, which it then returns, and to memory of its own,
+        if a second run from the same state writes the same.
       state: where to start; copied.
       capture: use a CUDA graph.
       capturable: asked after the first run, whether that can be.
@@ -45,7 +46,7 @@ class Replay:
         self._graph: Any = None
         self.capture_s = 0.0
         if not capture:
-            fn(self.state)  # compiles; fn is pure, so that nothing but time is lost
+            fn(pytree.tree_map(torch.clone, self.state))  # compiles; nothing but time is lost
             return
         with torch.cuda.device(pytree.tree_leaves(state)[0].device):
             # A stream of its own, kept: cuBLAS has one workspace per stream, and graphs that share one must not run at
@@ -54,7 +55,7 @@ class Replay:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
-                    fn(self.state)
+                    fn(pytree.tree_map(torch.clone, self.state))
             torch.cuda.current_stream().wait_stream(self._stream)
             if not capturable():
                 return

@@ -98,6 +98,7 @@ class Learner:
         self.agent, self.config, self.ranks = agent, config, ranks
         self.num_iterations = num_iterations
         self.groups = Groups(agent)
+        self._annealed = tuple(dict.fromkeys((*config.anneal, *agent.annealed)))
         compiler = compiler or Compiler(enabled=False)
         self._axis = 0 if compiler.population == 1 else 1  # where the axes of one member begin
         self._prepare = compiler(self._prepare_one, fall_back=agent.may_fall_back)
@@ -126,7 +127,7 @@ class Learner:
             raise ValueError(
                 f"learning_rate has entries {sorted(rates)}, the agent has optimizer groups {sorted(groups)}."
             )
-        for name in self.config.anneal:
+        for name in self._annealed:
             if name not in buffers:
                 raise ValueError(f"anneal={list(self.config.anneal)}: {name} is none of {sorted(buffers)}.")
         moments = {group: params[names[0]].new_zeros(sum(self.groups.sizes(group))) for group, names in groups.items()}
@@ -167,23 +168,56 @@ class Learner:
         for epoch in range(self.config.num_epochs):
             counter = 1 + epoch * (self.config.num_minibatches + 1)
             minibatches, moments = self._deal(batch, random.advance(keys, counter))
-            minibatches = self._standardise(minibatches, self.ranks.sum(moments))
-            chunks = self._cut(minibatches)
             keys_of_steps = loss_keys[counter + 1 : counter + 1 + self.config.num_minibatches]
-            learning = state._replace(buffers=buffers)
-            if sum_gradient is None:
-                stepped, metrics = self._steps(
-                    learning, chunks, keys_of_steps, *self._before_chunks(learning, chunks, keys_of_steps[0])
-                )
-            else:
-                stepped, metrics = self._steps_of(learning, chunks, keys_of_steps, sum_gradient=sum_gradient)
+            stepped, metrics, _ = self._epoch(
+                state._replace(buffers=buffers), minibatches, moments, keys_of_steps, sum_gradient
+            )
             state = stepped._replace(buffers=state.buffers | stepped.buffers)
             buffers = buffers | stepped.buffers
             totals += metrics
-        if self._has_statistics:
-            sums = self._observe(state.params, buffers, trajectory)
-            state = self._absorb(state, {name: self.ranks.sum(x) for name, x in sums.items()})
+        state = self.observe(state, trajectory)
         return state, self._named(torch.stack(totals, -1).mean(-1))
+
+    def learn(
+        self, state: LearnerState, minibatches: Batch, moments: Tensor, keys: Tensor
+    ) -> tuple[LearnerState, dict[str, Tensor], list[Tensor]]:
+        """One optimizer step per minibatch, of rows that were chosen elsewhere (torchpod.replay).
+
+        Args:
+          state: to be updated.
+          minibatches: `[M, ...]`.
+          moments: of this rank's minibatches, from `moments_of`.
+          keys: `[3]`, with M fresh counters.
+
+        Returns:
+          The next state, metrics, and the priorities of the rows of each minibatch, `[R]`, if the loss gives any.
+        """
+        keys_of_steps = random.advance_each(keys, self.config.num_minibatches).unbind(-2)
+        learning = state._replace(buffers=self.annealed(state))
+        stepped, metrics, priorities = self._epoch(learning, minibatches, moments, keys_of_steps)
+        new = stepped._replace(buffers=state.buffers | stepped.buffers)
+        return new, self._named(torch.stack(metrics, -1).mean(-1)), priorities
+
+    def observe(self, state: LearnerState, trajectory: Trajectory) -> LearnerState:
+        """Adds a new trajectory to the agent's running statistics, over all ranks."""
+        if not self._has_statistics:
+            return state
+        sums = self._observe(state.params, self.annealed(state), trajectory)
+        return self._absorb(state, {name: self.ranks.sum(x) for name, x in sums.items()})
+
+    def _epoch(
+        self,
+        state: LearnerState,
+        minibatches: Batch,
+        moments: Tensor,
+        keys: Sequence[Tensor],
+        sum_gradient: SumGradient | None = None,
+    ) -> tuple[LearnerState, list[Tensor], list[Tensor]]:
+        """A step along the gradient of each minibatch `[M, ...]`; see `_steps_of`."""
+        chunks = self._cut(self._standardise(minibatches, self.ranks.sum(moments)))
+        if sum_gradient is None:
+            return self._steps(state, chunks, keys, *self._before_chunks(state, chunks, keys[0]))
+        return self._steps_of(state, chunks, keys, sum_gradient=sum_gradient)
 
     def _steps_of(
         self,
@@ -193,16 +227,17 @@ class Learner:
         counters: Sequence[Tensor] = (),
         before: tuple[Tensor, ...] = (),
         sum_gradient: SumGradient | None = None,
-    ) -> tuple[LearnerState, list[Tensor]]:
-        """A step along the gradient of each minibatch, and its metrics."""
-        num_chunks, metrics = len(chunks) // len(keys), []
+    ) -> tuple[LearnerState, list[Tensor], list[Tensor]]:
+        """A step along the gradient of each minibatch; their metrics, and the priorities of their chunks."""
+        num_chunks, metrics, priorities = len(chunks) // len(keys), [], []
         changed: Variables = {}
         for i, step_keys in enumerate(keys):
             own = chunks[i * num_chunks : (i + 1) * num_chunks]
             with span("gradient"):
                 if sum_gradient is None:
                     fixed = state.params, state.buffers, state.targets
-                    total = self._sum_chunks(*fixed, own, step_keys, counters, before)
+                    total, of_rows = self._sum_chunks(*fixed, own, step_keys, counters, before)
+                    priorities += of_rows
                 else:
                     total, self._metric_names = sum_gradient(state, own, step_keys)
             self.ranks.sum(total)
@@ -211,7 +246,7 @@ class Learner:
             changed |= self._changed(of_step, state.buffers)
             if changed:
                 state = state._replace(buffers=state.buffers | changed)
-        return state._replace(buffers=changed), metrics
+        return state._replace(buffers=changed), metrics, priorities
 
     def _sum_chunks_of(
         self,
@@ -222,11 +257,13 @@ class Learner:
         keys: Tensor,
         counters: Sequence[Tensor],
         total: tuple[Tensor, ...],
-    ) -> Tensor:
-        """Gradient and metrics of a minibatch, chunk by chunk."""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Gradient and metrics of a minibatch, chunk by chunk, and the priorities of its rows."""
+        priorities = []
         for chunk, counter in zip(chunks, counters, strict=True):
-            total = (self._gradient(params, buffers, targets, chunk, keys, counter, total),)
-        return total[0]
+            flat, of_rows = self._gradient(params, buffers, targets, chunk, keys, counter, total)
+            total, priorities = (flat,), [*priorities, *of_rows]
+        return total[0], priorities
 
     def _before_chunks(
         self, state: LearnerState, chunks: list[Batch], keys: Tensor
@@ -239,7 +276,7 @@ class Learner:
             return counters, ()
         if self._flat_like is None:
             first = state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
-            flat = self._gradient_eager(*first, ())
+            flat, _ = self._gradient_eager(*first, ())
             self._flat_like = flat.shape, flat.dtype
         shape, dtype = self._flat_like
         return counters, (torch.zeros(shape, dtype=dtype, device=device),)
@@ -284,8 +321,8 @@ class Learner:
 
     def losses(
         self, params: Variables, buffers: Variables, targets: Variables, batch: Batch, keys: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The agent's loss per optimizer group, and its metrics with these losses among them; all are scalars."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]:
+        """The agent's loss per optimizer group, its metrics with these among them, all scalars; priorities, if any."""
         target = bind(self.agent, targets | buffers) if targets else None
         out = bind(self.agent, params | buffers).loss(batch, keys, target)
         losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
@@ -295,20 +332,25 @@ class Learner:
         if out.buffers:
             share = batch.steps["weight"].sum()  # of this chunk
             changed = {_SHARE: share} | {_BUFFER + name: x * share for name, x in out.buffers.items()}
-        return losses, {name: x.detach() for name, x in {**out.metrics, **losses, **changed}.items()}
+        priorities = () if out.priority is None else (out.priority.detach(),)
+        return losses, {name: x.detach() for name, x in {**out.metrics, **losses, **changed}.items()}, priorities
 
-    def _remaining(self, num_steps: Tensor) -> Tensor:
+    def remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""
         per_iteration = self.config.num_epochs * self.config.num_minibatches
         done = torch.div(num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
         return (1.0 - done).clamp(min=0.0)
 
+    def acting(self, state: LearnerState) -> Variables:
+        """What an agent acts with: parameters, and buffers as they are by now."""
+        return state.params | self.annealed(state)
+
     def annealed(self, state: LearnerState) -> Variables:
-        """The buffers that this iteration learns with."""
-        if not self.config.anneal:
+        """The buffers that this iteration acts and learns with."""
+        if not self._annealed:
             return state.buffers
-        remaining = self._remaining(state.num_steps)
-        return state.buffers | {name: state.buffers[name] * remaining for name in self.config.anneal}
+        remaining = self.remaining(state.num_steps)
+        return state.buffers | {name: state.buffers[name] * remaining for name in self._annealed}
 
     def _cut(self, minibatches: Batch) -> list[Batch]:
         """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
@@ -387,13 +429,17 @@ class Learner:
             actor_state = pytree.tree_map(lambda x: x[index].reshape(m, size // m, *x.shape[1:]), batch.actor_state)
         else:
             steps, actor_state = pytree.tree_map(lambda x: x.flatten(1, 2), steps), ()
+        return Batch(steps, actor_state), self.moments_of(steps)
+
+    def moments_of(self, steps: dict[str, Tensor]) -> Tensor:
+        """`[M, 1 + 2 * S]` of minibatches `[M, ...]`: the sum of weights, and what standardised columns need."""
         weight = steps["weight"].double()
         dims = tuple(range(1, weight.ndim))
         columns = [weight.sum(dims)]
         for name in self.agent.standardise:
             x = steps[name].double()
             columns += [(weight * x).sum(dims), (weight * x * x).sum(dims)]
-        return Batch(steps, actor_state), torch.stack(columns, 1)
+        return torch.stack(columns, 1)
 
     def _standardise_one(self, minibatches: Batch, moments: Tensor) -> Batch:
         """Weights that sum to 1, and columns of mean 0 and std 1, per minibatch over all ranks."""
@@ -419,22 +465,24 @@ class Learner:
         keys: Tensor,
         index: Tensor,
         total: tuple[Tensor, ...],
-    ) -> Tensor:
-        """Gradients and metrics of chunk `index`, one flat vector, plus those of the chunks before."""
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Gradients and metrics of chunk `index`, one flat vector, plus those of the chunks before; and priorities."""
         keys = random.fold_in(keys, index)  # compiles to nothing where a loss draws nothing
         gradients: Variables = {}
         metrics: dict[str, Tensor] = {}
+        priorities: tuple[Tensor, ...] = ()
         for group, names in self.groups.names.items():
 
-            def loss_of(own: Variables, group: str = group) -> tuple[Tensor, dict[str, Tensor]]:
-                losses, metrics = self.losses(params | own, buffers, targets, batch, keys)
-                return losses[group], metrics
+            def loss_of(own: Variables, group: str = group) -> tuple[Tensor, Any]:
+                losses, *told = self.losses(params | own, buffers, targets, batch, keys)
+                return losses[group], told
 
-            own, metrics = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
+            own, told = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
+            metrics, priorities = told
             gradients |= own
         self._metric_names = tuple(metrics)
         flat = torch.cat([self.groups.flat(gradients), padded(torch.stack([x.reshape(()) for x in metrics.values()]))])
-        return total[0] + flat if total else flat
+        return (total[0] + flat if total else flat), priorities
 
     def _apply_one(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, Tensor]:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
@@ -442,11 +490,13 @@ class Learner:
         *gradients, of_loss = flat.split([*sizes, flat.numel() - sum(sizes)])
         healthy = state.healthy & flat.isfinite().all()
         step = state.num_steps + 1
-        remaining = self._remaining(state.num_steps) if c.anneal_learning_rate else 1.0
-        # 1 - beta^step, which in float32 would lose four digits of beta2 at the first step
-        correct1, correct2 = (-torch.expm1(step * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
+        remaining = self.remaining(state.num_steps) if c.anneal_learning_rate else 1.0
         mu, nu, steps, norms = {}, {}, {}, []
         for group, gradient in zip(self.groups.names, gradients, strict=True):
+            interval = self.agent.optimizer_intervals.get(group, 1)
+            taken = step if interval == 1 else torch.div(step, interval, rounding_mode="floor").clamp(min=1)
+            # 1 - beta^taken, which in float32 would lose four digits of beta2 at the first step
+            correct1, correct2 = (-torch.expm1(taken * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
             # 1e-30 keeps square roots differentiable at 0, for gradients through updates
             norm = (gradient.square().sum() + 1e-30).sqrt()
             scale = (c.max_grad_norm / norm).clamp(max=1.0)
@@ -459,6 +509,11 @@ class Learner:
             mu[group] = torch.where(healthy, torch.lerp(gradient, state.mu[group], c.beta1), state.mu[group])
             nu[group] = torch.where(healthy, torch.lerp(gradient * gradient, state.nu[group], c.beta2), state.nu[group])
             steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
+            if interval > 1:
+                due = step % interval == 0
+                mu[group] = torch.where(due, mu[group], state.mu[group])
+                nu[group] = torch.where(due, nu[group], state.nu[group])
+                steps[group] = torch.where(due, steps[group], 0.0)
         params = {name: state.params[name] - step for name, step in self.groups.by_parameter(steps).items()}
         rate = self.agent.target_rate or 0.0
         if self.agent.target_interval > 1:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import variables_of
-from torchpod.algos.torchrl import CONTINUOUS, LOSSES, ON_POLICY, TorchRLConfig, loss_agent
+from torchpod.algos.torchrl import CONTINUOUS, LOSSES, TorchRLConfig, torchrl_agent
 from torchpod.env import Env
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
@@ -33,7 +33,7 @@ def verdicts() -> Iterator[Verdict]:
     for name in sorted(LOSSES):
         env: Env = Pendulum() if name in CONTINUOUS else CartPole()
         try:
-            agent = loss_agent(env.spec, TorchRLConfig(name, hidden=(16,)))
+            agent = torchrl_agent(env.spec, TorchRLConfig(name, hidden=(16,)))
         except Exception as error:
             yield Verdict(name, "unsupported", str(error))
             continue
@@ -68,7 +68,7 @@ def main() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for loss, verdict, why in verdicts():
-            trains = f"loss={loss}" if loss in ON_POLICY else "learns from replay (planned): LossAgent alone"
+            trains = f"loss={loss}"
             reason = re.sub(r".*site-packages/", "", why)
             print(f"{loss:24s}{verdict:16s}{trains}{'; ' + reason if reason else ''}")
     return 0

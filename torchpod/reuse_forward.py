@@ -97,7 +97,7 @@ class ReuseForward:
 
         def loss_of(params: Variables, forward: Tree) -> tuple[Tensor, dict[str, Tensor]]:
             rows = batch._replace(steps=batch.steps | {"forward": forward})
-            losses, metrics = self.learner.losses(params, buffers, targets, rows, random.fold_in(keys, 0))
+            losses, metrics, _ = self.learner.losses(params, buffers, targets, rows, random.fold_in(keys, 0))
             (loss,) = losses.values()
             return loss, metrics
 

@@ -32,6 +32,7 @@ from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
 from torchpod.metrics import Logger, Sink
 from torchpod.progress import ConsoleSink
+from torchpod.replay.segments import Segments
 from torchpod.run_folder import (
     changes,
     locked,
@@ -158,9 +159,16 @@ def _execute(
         return started
     state, resumed_at, wall_s = started
     run_dir = source or new_run_dir(config, ranks)
+    segments = None
+    if loop.replay is not None:
+        segments = Segments(loop.replay.buffer, run_dir, ranks.rank)
+        if source is not None:
+            broken = isinstance(loop, Sebulba) and not loop.restartable
+            segments.restore(checkpoint.latest(source), resumed_at, broken=broken)
     with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
         try:
-            return _go_on(config, loop, env, state, run_dir, ranks, device, resumed_at, wall_s, until)
+            keeper = _Keeper(config, run_dir, ranks, segments, resumed_at or None)
+            return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
         finally:
             close_all([env])
 
@@ -204,7 +212,7 @@ def _go_on(
     loop: Anakin | Sebulba,
     env: Env,
     state: RunState,
-    run_dir: Path,
+    keeper: "_Keeper",
     ranks: Ranks,
     device: torch.device,
     resumed_at: int,
@@ -212,7 +220,7 @@ def _go_on(
     until: int | None,
 ) -> Run:
     """Trains from a state on, evaluates, summarises."""
-    keeper = _Keeper(config, run_dir, ranks, resumed_at or None)
+    run_dir = keeper.run_dir
     with _logger(config, run_dir, resumed_at, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
@@ -253,9 +261,10 @@ def _make_loop(
         "compiler": _compiler(config),
         "ranks": ranks,
         "device": device,
+        "replay": config.algo.replay,
     }
     if config.loop.name == "anakin":
-        return Anakin(make, env, **settings)
+        return Anakin(make, env, max_iterations_per_call=max(8, config.loop.iterations_per_call or 0), **settings)
     return Sebulba(make, lambda: copy.copy(env), config=config.loop, actor_devices=_split(config)[0], **settings)
 
 
@@ -343,8 +352,10 @@ class NonFiniteErrorInRun(FloatingPointError):
 class _Keeper:
     """Writes checkpoints and crash dumps of one run."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, ranks: Ranks, saved_at: int | None) -> None:
-        self._config, self.run_dir, self._ranks = config.checkpoint, run_dir, ranks
+    def __init__(
+        self, config: TrainConfig, run_dir: Path, ranks: Ranks, segments: Segments | None, saved_at: int | None
+    ) -> None:
+        self._config, self.run_dir, self._ranks, self._segments = config.checkpoint, run_dir, ranks, segments
         self.saved_at = saved_at
         self._last_saved = time.perf_counter()
 
@@ -352,7 +363,8 @@ class _Keeper:
         return time.perf_counter() - self._last_saved >= self._config.interval_s
 
     def save(self, state: RunState, timing: Timing) -> None:
-        folder = save_state(self.run_dir, state, {"wall_s": timing.wall_s}, self._ranks, self._config.keep)
+        meta, keep = {"wall_s": timing.wall_s}, self._config.keep
+        folder = save_state(self.run_dir, state, meta, self._ranks, keep, self._segments)
         self.saved_at = int(folder.name)
         self._last_saved = time.perf_counter()
 
@@ -382,7 +394,7 @@ def _check_env(env: Env, config: TrainConfig, device: torch.device) -> None:
 def _check_agent(agent: Agent, env: Env, config: TrainConfig, device: torch.device) -> None:
     """A short `check_agent`."""
     name = type(agent).__name__ if config.algo.name in algos.MAKERS else config.algo.name
-    length = min(config.algo.unroll_length, 64)
+    length = max(min(config.algo.unroll_length, 64), agent.replayed)
     with _contract(f"algo={name}", "on its first trajectory"):
         seen = watched(env, "the check of the agent", config.loop.timeout_s)
         where = device if env.traits.pure else "cpu"

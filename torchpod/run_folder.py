@@ -24,6 +24,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.config import ConfigError, TrainConfig, from_dict
 from torchpod.distributed import Ranks
 from torchpod.metrics import METRICS_FILE
+from torchpod.replay.segments import Segments
 
 JOB = "TORCHELASTIC_RUN_ID"
 MAY_CHANGE = (
@@ -158,12 +159,18 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def save_state(run_dir: Path, state: RunState, meta: dict[str, Any], ranks: Ranks, keep: int) -> Path:
-    """Writes a checkpoint of a whole run."""
+def save_state(
+    run_dir: Path, state: RunState, meta: dict[str, Any], ranks: Ranks, keep: int, segments: Segments | None = None
+) -> Path:
+    """Writes a checkpoint of a whole run, with what its replay buffer holds."""
     weights = state.learner.params | state.learner.buffers
     iteration = int(state.iteration.flatten()[0])
     meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
-    return checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep)
+    manifest = None if segments is None else segments.save(iteration)
+    folder = checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest)
+    if segments is not None:
+        segments.clean()
+    return folder
 
 
 def changes(meta: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:

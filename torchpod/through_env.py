@@ -147,7 +147,7 @@ class ThroughEnv:
 
         def loss_of(params: Variables, parts: tuple[Floats, Floats, Floats]) -> tuple[Tensor, dict[str, Tensor]]:
             batch = bind(self.agent, params | buffers).prepare(_with_floats(trajectory, parts), keys)
-            losses, sums = self.learner.losses(params, buffers, targets, batch, random.advance(keys[0], 1))
+            losses, sums, _ = self.learner.losses(params, buffers, targets, batch, random.advance(keys[0], 1))
             return torch.stack([*losses.values()]).sum(), sums | {"weight": batch.steps["weight"].sum().detach()}
 
         parts = _floats(trajectory.timestep), _floats(trajectory.output), _floats(trajectory.last_actor_state)

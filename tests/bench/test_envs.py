@@ -62,7 +62,9 @@ def test_one_row_alone(tmp_path, monkeypatch):
     assert (document["only"], len(document["rows"])) == ("x", 1)
     with pytest.raises(ValueError, match="--only y is no row of envs"):
         run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="y")
-    with pytest.raises(ValueError, match="for the suites anakin, brax, envs, gpu and losses; reuse is run whole"):
+    with pytest.raises(
+        ValueError, match="for the suites anakin, brax, envs, gpu, losses and replay; reuse is run whole"
+    ):
         bench.main(["reuse", "--only", "x"])
 
 

@@ -17,7 +17,7 @@ from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, SoftUpdate, ValueE
 
 from torchpod import losses, random
 from torchpod.agent import bind, variables_of
-from torchpod.algos.torchrl import CONTINUOUS, LOSSES, OFF_POLICY, ON_POLICY, TorchRLConfig, loss_agent, parts
+from torchpod.algos.torchrl import CONTINUOUS, LOSSES, OFF_POLICY, ON_POLICY, TorchRLConfig, parts, torchrl_agent
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
@@ -94,7 +94,7 @@ def test_an_update_is_that_of_torchrl_and_torch_optim(name, env, seed):
     env = env or env_for(name)
     torch.manual_seed(seed)
     with torch.random.fork_rng():
-        agent = loss_agent(env.spec, config(name))
+        agent = torchrl_agent(env.spec, config(name))
     torch.manual_seed(seed)  # and again, for a loss of its own
     actor, loss = parts(env.spec, config(name))
     if name in OFF_POLICY and name != "DistributionalDQNLoss":
@@ -177,7 +177,7 @@ def test_an_update_is_that_of_torchrl_and_torch_optim(name, env, seed):
 )
 def test_compiled_gradients_are_the_eager_ones_and_nothing_is_compiled_again(name, seed, recwarn):
     env = env_for(name)
-    agent = loss_agent(env.spec, config(name))
+    agent = torchrl_agent(env.spec, config(name))
     learner = Learner(agent, LearnerConfig(), num_iterations=1)
     state = learner.init(*variables_of(agent))
     fixed = state.params, state.buffers, state.targets
@@ -185,9 +185,9 @@ def test_compiled_gradients_are_the_eager_ones_and_nothing_is_compiled_again(nam
     index = torch.zeros((), dtype=torch.int64)
     for i in range(3 if name in FALL_BACK else 100):
         batch, key = batch_of(agent, collect(agent, env, seed + i), seed), random.key(seed + i)
-        ours = compiled(*fixed, batch, key, index, ())
+        ours, _ = compiled(*fixed, batch, key, index, ())
         if i % 10 == 0:
-            eager = learner._gradient_one(*fixed, batch, key, index, ())
+            eager, _ = learner._gradient_one(*fixed, batch, key, index, ())
             size = len(learner.groups.flat(state.params))
             torch.testing.assert_close(
                 ours[:size], eager[:size], rtol=1e-4, atol=2e-6 * float(eager[:size].abs().max())
@@ -219,7 +219,7 @@ MIXES = pytest.mark.xfail(strict=True, reason="TorchRL averages the log-sum-exp 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=MIXES if x == "CQLLoss" else ()) for x in THERE])
 def test_a_reset_contributes_nothing(name, seed):
     env = Pendulum(max_episode_steps=3) if name in CONTINUOUS else CartPole(max_episode_steps=3)
-    agent = loss_agent(env.spec, config(name))
+    agent = torchrl_agent(env.spec, config(name))
     trajectory = collect(agent, env, seed)
     reset = trajectory.timestep.step_type[:-1] == LAST
     assert 0 < reset.sum() < reset.numel()
@@ -228,7 +228,7 @@ def test_a_reset_contributes_nothing(name, seed):
     state = learner.init(*variables_of(agent))
 
     def gradient(batch):
-        flat = learner._gradient_one(state.params, state.buffers, state.targets, batch, key, torch.tensor(0), ())
+        flat, _ = learner._gradient_one(state.params, state.buffers, state.targets, batch, key, torch.tensor(0), ())
         return flat[: len(learner.groups.flat(state.params))]
 
     a, b = gradient(batch), gradient(with_nonsense(batch, seed))
@@ -253,7 +253,7 @@ def test_ppo_of_torchrl_learns_cartpole_in_the_compiled_loop(recwarn):
     env, seed = CartPole(), 0  # nine seeds of ten reach 500, the other 460
     settings = TorchRLConfig("ClipPPOLoss", {"clip_value": True, "loss_critic_type": "l2", "critic_coeff": 0.25})
     chosen = {"iterations": 300, "num_envs": 64, "learning_rate": 5e-4}
-    program = anakin(lambda: loss_agent(env.spec, settings), env, True, **chosen)
+    program = anakin(lambda: torchrl_agent(env.spec, settings), env, True, **chosen)
     state = program.init(seed)
     for _ in range(300):
         state, _ = program.iterate(state)
@@ -274,7 +274,7 @@ def test_members_of_a_population_are_runs_of_their_own(seed):
     env = CartPole()
 
     def make():
-        return loss_agent(env.spec, config("A2CLoss"))
+        return torchrl_agent(env.spec, config("A2CLoss"))
 
     many, single = anakin(make, env, population=2), anakin(make, env)
     state = many.init(seed)
@@ -290,7 +290,7 @@ def test_members_of_a_population_are_runs_of_their_own(seed):
 
 def test_an_adaptive_coefficient_is_that_of_the_step_before_in_every_epoch(seed):
     env = CartPole()
-    program = anakin(lambda: loss_agent(env.spec, config("KLPENPPOLoss")), env, num_epochs=3, num_minibatches=2)
+    program = anakin(lambda: torchrl_agent(env.spec, config("KLPENPPOLoss")), env, num_epochs=3, num_minibatches=2)
     gradient, used = program.learner._gradient, []
 
     def noted(params, buffers, *rest):
@@ -325,7 +325,7 @@ def test_a_critic_of_images_sees_one_axis_of_rows(seed):
 
 def test_an_adaptive_coefficient_goes_on_from_minibatch_to_minibatch(seed):
     env = CartPole()
-    program = anakin(lambda: loss_agent(env.spec, config("KLPENPPOLoss")), env, num_epochs=1, num_minibatches=4)
+    program = anakin(lambda: torchrl_agent(env.spec, config("KLPENPPOLoss")), env, num_epochs=1, num_minibatches=4)
     state, metrics = program.iterate(program.init(seed))
     # In the first minibatch the policies are the same, and beta falls to a half; later ones may raise or lower it.
     exponent = float(state.learner.buffers["beta"].log2())
@@ -379,7 +379,7 @@ def test_a_shared_trunk_learns_from_both_losses(seed):
         batch = batch_of(agent, trajectory, seed)
         learner = Learner(agent, LearnerConfig(), num_iterations=1)
         state = learner.init(*variables_of(agent))
-        flat = learner._gradient_one(state.params, state.buffers, {}, batch, random.key(0), torch.tensor(0), ())
+        flat, _ = learner._gradient_one(state.params, state.buffers, {}, batch, random.key(0), torch.tensor(0), ())
         size = len(learner.groups.flat(state.params))
         ours = learner.groups.by_parameter({"loss": flat[:size]})
         out = own(in_torchrls_words(trajectory, batch))
@@ -392,7 +392,7 @@ def test_a_shared_trunk_learns_from_both_losses(seed):
 
 def test_one_hot_actions_are_the_environments_numbers(seed):
     env = CartPole()
-    agent = loss_agent(env.spec, config("DistributionalDQNLoss"))
+    agent = torchrl_agent(env.spec, config("DistributionalDQNLoss"))
     trajectory = collect(agent, env, seed)
     assert trajectory.output.action.dtype == torch.int64 and trajectory.output.action.shape == (T, B)
     bound = bind(agent, dict(agent.named_parameters()))
@@ -402,7 +402,7 @@ def test_one_hot_actions_are_the_environments_numbers(seed):
 def test_targets_may_follow_at_intervals(seed):
     env = CartPole()
     settings = TorchRLConfig("DQNLoss", hidden=(8,), target_rate=1.0, target_interval=3)
-    program = anakin(lambda: loss_agent(env.spec, settings), env, num_epochs=1, num_minibatches=1)
+    program = anakin(lambda: torchrl_agent(env.spec, settings), env, num_epochs=1, num_minibatches=1)
     state = program.init(seed)
     first = state.learner.targets
     for i in range(1, 4):
@@ -414,7 +414,7 @@ def test_targets_may_follow_at_intervals(seed):
 
 def test_coefficients_are_hyperparameters_that_anneal(seed):
     env = CartPole()
-    program = anakin(lambda: loss_agent(env.spec, config("A2CLoss")), env, anneal=("entropy_coeff",), iterations=4)
+    program = anakin(lambda: torchrl_agent(env.spec, config("A2CLoss")), env, anneal=("entropy_coeff",), iterations=4)
     state, share = program.init(seed), []
     for _ in range(4):
         state, metrics = program.iterate(state)
@@ -540,12 +540,12 @@ def test_what_does_not_fit_is_refused_with_a_sentence(what):
 )
 def test_a_loss_for_other_actions_is_refused(name, env, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        loss_agent(env.spec, config(name))
+        torchrl_agent(env.spec, config(name))
 
 
 def test_an_unknown_argument_of_the_loss_is_refused():
     with pytest.raises(ValueError, match="ClipPPOLoss has no argument epsilon; it has actor"):
-        loss_agent(SPEC, config("ClipPPOLoss", epsilon=0.1))
+        torchrl_agent(SPEC, config("ClipPPOLoss", epsilon=0.1))
 
 
 def test_every_loss_is_in_one_list():
@@ -557,7 +557,7 @@ def test_a_population_falls_back_member_by_member(seed):
     env = CartPole()
 
     def make():
-        return loss_agent(env.spec, config("KLPENPPOLoss"))
+        return torchrl_agent(env.spec, config("KLPENPPOLoss"))
 
     many, single = anakin(make, env, True, population=2, num_epochs=1), anakin(make, env, True, num_epochs=1)
     state, _ = many.iterate(many.init(seed))

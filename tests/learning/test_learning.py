@@ -39,6 +39,7 @@ def final_returns(*overrides: str) -> torch.Tensor:
         learner=config.algo.learner,
         num_iterations=config.num_iterations,
         compiler=compiler,
+        replay=config.algo.replay,
     )
     *_, (_, program) = train(anakin, anakin.init(config.seed), iterations_per_call=8)
     learner = program.state.learner
@@ -58,6 +59,10 @@ def final_returns(*overrides: str) -> torch.Tensor:
 
 def test_ppo_solves_cartpole_with_every_seed():
     assert (final_returns("experiment=cartpole", "population=4") >= 475).all()
+
+
+def test_dqn_solves_cartpole_with_every_seed():
+    assert (final_returns("experiment=dqn_cartpole", "population=3") >= 475).all()
 
 
 def test_ppo_swings_up_the_pendulum_with_every_seed():
@@ -176,3 +181,12 @@ def test_ppo_climbs_the_probe_ladder(probe):
     assert torch.allclose(values, torch.tensor(env.values(0.9)), atol=0.1), values
     if env.best_actions is not None:
         assert output.action.tolist() == list(env.best_actions)
+
+
+def test_sac_swings_up_the_pendulum_with_every_seed():
+    assert (final_returns("experiment=sac_pendulum", "population=3") >= -200).all()
+
+
+@pytest.mark.slow
+def test_td3_swings_up_the_pendulum_with_every_seed():
+    assert (final_returns("experiment=td3_pendulum", "population=3") >= -200).all()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpod.ops.returns import discounted_sum, gae, vtrace
+from torchpod.ops.returns import discounted_sum, gae, n_step, vtrace
 
 LENGTHS = [1, 2, 3, 7, 16, 33, 128]
 
@@ -169,3 +169,54 @@ def test_on_policy_vtrace_is_the_n_step_return(seed):
     target, advantage = vtrace(*tensors)
     np.testing.assert_allclose(target.numpy(), want, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(advantage.numpy(), want - v_tm1, rtol=1e-10, atol=1e-10)
+
+
+def slow_n_step(reward, discount, is_last, g):
+    """Of one environment, in float64: adds until the episode ends, or the window."""
+    total, factor, steps = 0.0, 1.0, 0
+    for r, alive, last in zip(reward, discount, is_last, strict=True):
+        total += factor * r
+        factor *= g * alive
+        steps += 1
+        if last:
+            break
+    return total, factor, steps
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 10])
+def test_n_step_adds_up_rewards_until_the_episode_ends(seed, length):
+    """Terminations and truncations anywhere, also at the end; several in a window, as LAST, FIRST, ..., LAST."""
+    rng = np.random.default_rng(seed)
+    size = 200
+    is_last = rng.random((length, size)) < 0.25
+    discount = np.where(is_last & (rng.random((length, size)) < 0.5), 0.0, 1.0)
+    reward = rng.normal(size=(length, size))
+    got = n_step(*map(torch.from_numpy, (reward, discount, is_last)), discount=0.9)
+    want = [slow_n_step(*(x[:, i] for x in (reward, discount, is_last)), 0.9) for i in range(size)]
+    for ours, reference in zip(got, zip(*want, strict=True), strict=True):
+        np.testing.assert_allclose(ours.numpy(), np.array(reference), rtol=1e-12, atol=1e-12)
+    assert got[2].dtype == torch.int64
+    ends = is_last.argmax(0)[is_last.any(0)]
+    assert (ends == length - 1).any() and (length == 1 or (ends == 0).any() and (is_last.sum(0) > 1).any())
+    tensor = n_step(
+        *map(torch.from_numpy, (reward, discount, is_last)), discount=torch.tensor(0.9, dtype=torch.float64)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, tensor, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("discount", "is_last", "want"),
+    [
+        ([1, 1, 1], [0, 0, 0], (1 + 2 * 0.5 + 4 * 0.25, 0.125, 3)),  # goes on: from the value after three steps
+        ([1, 0, 1], [0, 1, 0], (1 + 2 * 0.5, 0.0, 2)),  # terminated inside: no value, and nothing of the next episode
+        ([1, 1, 1], [0, 1, 0], (1 + 2 * 0.5, 0.25, 2)),  # truncated inside: the value of the true last observation
+        ([1, 1, 0], [0, 0, 1], (1 + 2 * 0.5 + 4 * 0.25, 0.0, 3)),  # terminated exactly at the end
+        ([1, 1, 1], [0, 0, 1], (1 + 2 * 0.5 + 4 * 0.25, 0.125, 3)),  # truncated exactly at the end
+        ([1, 1, 0], [1, 0, 1], (1.0, 0.5, 1)),  # LAST, FIRST, LAST: truncated, then another that terminates
+        ([0, 1, 1], [1, 0, 1], (1.0, 0.0, 1)),  # and the other way round
+    ],
+)
+def test_n_step_at_the_ends_of_episodes(discount, is_last, want):
+    tensors = [torch.tensor(x, dtype=torch.float32)[:, None] for x in ([1, 2, 4], discount)]
+    got = n_step(*tensors, torch.tensor(is_last)[:, None] == 1, discount=0.5)
+    assert tuple(x.item() for x in got) == pytest.approx(want)

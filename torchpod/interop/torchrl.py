@@ -12,6 +12,7 @@ A loss says what each row costs (`reduction="none"`), and the agent sums the row
 """
 
 import inspect
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -61,6 +62,9 @@ class LossAgent(Agent):
       target_rate: how fast targets follow, if the loss has targets: 1 - tau of TorchRL's `SoftUpdate(eps=tau)`.
       target_interval: optimizer steps between two movements of the targets; `HardUpdate` is target_rate=1 and more
         than one step.
+      epsilon: share of random actions while exploring, for actors that choose the best of discrete ones.
+      noise: standard deviation of what is added to continuous actions while exploring, in units of half their range.
+      exploration_fraction: part of the run in which epsilon falls from 1 to its value.
       groups: optimizer groups by prefixes of parameters, e.g. `{"actor": ("actor_network.",), ...}`; None: one.
       adaptive: coefficients that the loss itself changes while it runs; None: `beta` of KLPENPPOLoss.
 
@@ -80,6 +84,9 @@ class LossAgent(Agent):
         gae_lambda: float | None = None,
         target_rate: float = 0.005,
         target_interval: int = 1,
+        epsilon: float = 0.0,
+        noise: float = 0.0,
+        exploration_fraction: float = 0.0,
         groups: Mapping[str, tuple[str, ...]] | None = None,
         adaptive: Sequence[str] | None = None,
     ) -> None:
@@ -92,6 +99,9 @@ class LossAgent(Agent):
             raise ValueError(f"LossAgent needs one Discrete or Box action, and {spec.name} has {spec.action}.")
         critic = loss.__dict__.get("critic_network")
         self._on_policy = critic is not None
+        self.replayed = 0 if self._on_policy else 1
+        self._explores = "epsilon" if epsilon else "noise" if noise else None
+        self._set_up_exploration(epsilon, noise, exploration_fraction)
         self._set_up(loss, discount, gae_lambda)
         if adaptive is None:
             adaptive = ("beta",) if isinstance(loss, KLPENPPOLoss) else ()
@@ -114,6 +124,21 @@ class LossAgent(Agent):
         delays = [name for name in inspect.signature(type(loss).__init__).parameters if name.startswith("delay_")]
         if not self._on_policy and delays and not self._pure.delayed:
             raise ValueError(f"{self._name} has no target network; make it with {' or '.join(delays)}=True.")
+
+    def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
+        action = self._spec.action
+        if epsilon and not isinstance(action, Discrete):
+            raise ValueError(
+                f"epsilon={epsilon} is for discrete actions, and {self._spec.name} has {action}; use noise."
+            )
+        if noise and not (isinstance(action, Box) and math.isfinite(action.low) and math.isfinite(action.high)):
+            raise ValueError(f"noise={noise} is for actions within bounds, and {self._spec.name} has {action}.")
+        if epsilon:
+            self.annealed = ("remaining",)
+            for name, value in (("remaining", 1.0), ("epsilon", epsilon), ("exploration_fraction", fraction)):
+                self.hyperparameter(name, value)
+        elif noise:
+            self.hyperparameter("noise", noise)
 
     def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> None:
         """What changes in the loss itself."""
@@ -291,7 +316,21 @@ class LossAgent(Agent):
         action = out.get("action")
         if self._one_hot is not None:
             action = action.to(torch.int64).argmax(-1)
+        if explore and self._explores:
+            action = self._explored(action, random.fold_in(keys, 1))
         return ActorOutput(action, {name: out.get(name) for name in self._extras}), ()
+
+    def _explored(self, action: Tensor, keys: Tensor) -> Tensor:
+        """Epsilon-greedy, or Gaussian noise within the bounds."""
+        if isinstance(self._spec.action, Discrete):
+            share = ((1.0 - self.remaining) / self.exploration_fraction.clamp(min=1e-6)).clamp(max=1.0)
+            words = random.bits(keys, 2)
+            is_random = random.to_uniform(words[..., 0]) < 1.0 + share * (self.epsilon - 1.0)
+            return torch.where(is_random, random.to_integer(words[..., 1], self._spec.action.num_values), action)
+        box = cast(Box, self._spec.action)
+        half = (box.high - box.low) / 2
+        drawn = random.normal(keys, math.prod(box.shape)).reshape(action.shape)
+        return (action + self.noise * half * drawn.to(action.dtype)).clamp(box.low, box.high)
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """Advantages and value targets, or transitions; resets get weight 0."""
@@ -337,6 +376,9 @@ class LossAgent(Agent):
         own = self.variables()
         with Keyed(keys):
             out, changed = self._pure(own, own, target("variables") if target else {}, data)
+        priority = data.get(getattr(self._keys, "priority", "td_error"), None)
+        if priority is not None:  # of an ensemble the largest
+            priority = priority.detach().abs().reshape(-1, weight.shape[0]).amax(0)
 
         def total(x: Tensor) -> Tensor:
             size = weight.shape[0]
@@ -349,7 +391,7 @@ class LossAgent(Agent):
         sums = {name: total(x) for name, x in out.items()}
         loss = torch.stack([x for name, x in sums.items() if name.startswith("loss")]).sum()
         metrics = {name: x.detach() for name, x in sums.items() if name not in self._groups}
-        return LossOutput(dict.fromkeys(self._groups, loss), metrics, buffers=changed)
+        return LossOutput(dict.fromkeys(self._groups, loss), metrics, priority, changed)
 
     @staticmethod
     def _renamed(data: TensorDict, keys: Any) -> TensorDict:

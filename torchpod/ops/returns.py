@@ -102,3 +102,31 @@ def vtrace(
     target = v_tm1 + surprise
     next_target = v_t + torch.cat([surprise[1:], torch.zeros_like(surprise[:1])]) * goes_on
     return target, rho * (reward_t + discount_t * next_target - v_tm1)
+
+
+def n_step(
+    reward_t: Tensor, discount_t: Tensor, is_last_t: Tensor, *, discount: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The return of the first T steps, which end earlier where their episode does.
+
+    Section 2 of Mnih et al. 2016 (https://arxiv.org/abs/1602.01783): `G = r_1 + ... + g^{m-1} r_m`, to which
+    `g^m v(s_m)` is added, with m = T, or the time at which the episode ends.
+
+    Args:
+      reward_t: `[T, ...]` float32, reward of transition t-1 -> t.
+      discount_t: `[T, ...]` float32, of the environment: 0 where the transition terminated, else 1.
+      is_last_t: `[T, ...]` bool, True where timestep t ends an episode.
+      discount: g.
+
+    Returns:
+      The return `[...]`, the discount of the value at its end `[...]`, which is 0 if that is terminal, and m, int64
+      `[...]`, in 1 ... T.
+    """
+    total, factor = torch.zeros_like(reward_t[0]), torch.ones_like(reward_t[0])
+    steps, going = torch.zeros_like(is_last_t[0], dtype=torch.int64), torch.ones_like(is_last_t[0])
+    for reward, alive, is_last in zip(reward_t, discount_t, is_last_t, strict=True):
+        total = total + torch.where(going, factor * reward, 0.0)
+        factor = torch.where(going, factor * discount * alive, factor)
+        steps = steps + going
+        going = going & ~is_last
+    return total, factor, steps

@@ -24,7 +24,8 @@ from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env, close_all
 from torchpod.episodes import count_episodes
 from torchpod.interop import to_tensordict, to_trajectory
-from torchpod.learner import Learner, LearnerConfig
+from torchpod.learner import Learner, LearnerConfig, LearnerState
+from torchpod.replay import ReplayConfig, ReplayLearner
 from torchpod.rollout import Step, make_step, start
 from torchpod.sebulba.actor import Act, Actor, Pool, make_act
 from torchpod.sebulba.exchange import Item, Phases
@@ -72,6 +73,7 @@ class Sebulba:
       ranks: all processes of the run.
       device: where it learns.
       actor_devices: where actors decide, in turn; where it learns if empty.
+      replay: what is kept, for an agent that learns from replay.
 
     Raises:
       ValueError: if environments, actors and updates do not divide, or the agent was not made for the lag.
@@ -91,6 +93,7 @@ class Sebulba:
         ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
         actor_devices: Sequence[torch.device | str] = (),
+        replay: ReplayConfig | None = None,
     ) -> None:
         config = config or SebulbaConfig()
         self.num_actors = max(1, config.num_actor_threads)
@@ -149,6 +152,22 @@ class Sebulba:
             compiler=compiler,
             ranks=ranks,
         )
+        self.replay = None
+        if self.agent.replayed:
+            if config.updates_per_batch > 1:
+                raise ValueError(
+                    f"loop.updates_per_batch={config.updates_per_batch} cuts up trajectories, and "
+                    f"{type(self.agent).__name__} learns from replay; use algo.learner.num_minibatches for the updates "
+                    "per unroll."
+                )
+            self.replay = ReplayLearner(
+                self.agent,
+                self.learner,
+                replay or ReplayConfig(),
+                num_envs=num_envs,
+                unroll_length=unroll_length,
+                compiler=compiler,
+            )
         self._count = compiler(count_episodes)
         if compiler.enabled and not self.agent.may_fall_back:
             compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
@@ -166,9 +185,16 @@ class Sebulba:
     def init(self, seed: int) -> RunState:
         """The state before the first iteration. Starts the environments."""
         state = init_state(
-            seed, self.make_agent, self.learner, self._start, self.num_envs, ranks=self.ranks, device=self.device
+            seed,
+            self.make_agent,
+            self.learner,
+            self._start,
+            self.num_envs,
+            ranks=self.ranks,
+            device=self.device,
+            replay=self.replay,
         )
-        return state._replace(older=self.older([state.learner.params | state.learner.buffers]))
+        return state._replace(older=self.older([self.learner.acting(state.learner)]))
 
     def resume(self, state: RunState) -> RunState:
         """The state of a checkpoint; environments that it does not hold begin new episodes."""
@@ -192,7 +218,7 @@ class Sebulba:
     def actors(self, state: RunState) -> list[Actor]:
         """Actors that stand where the state says. Captures their programs, if they are to be."""
         num, each, actors = len(self.envs), self.config.pools_per_actor, []
-        variables = state.learner.params | state.learner.buffers
+        variables = self.learner.acting(state.learner)
         for k, device in enumerate(self.actor_devices):
             phases, pools = Phases(self.envs[0].spec.name), []
             for i in range(k * each, (k + 1) * each):
@@ -219,7 +245,7 @@ class Sebulba:
         """A trajectory as actors make them, of one decision repeated: to compile with, without stepping anything."""
         items = []
         for actor in actors:
-            handed = hand_over(state.learner.params | state.learner.buffers, self.device)
+            handed = hand_over(self.learner.acting(state.learner), self.device)
             for pool in actor.pools:
                 with torch.no_grad(), on(actor.device):
                     decided = pool.advance(take(handed, actor.device), pool.carry, *pool.keys)
@@ -239,6 +265,10 @@ class Sebulba:
         """The second half of an iteration, from one unroll of all environments; pure, leaves `state.carry` alone."""
         learner, num, history = state.learner, self.config.updates_per_batch, []
         metrics: dict[str, Tensor] = {}
+        if self.replay:
+            keys = random.at(state.learner_keys, state.iteration * self.learner.counters_per_update)
+            learner, metrics = self.replay.update(learner, trajectory, state.priorities, state.iteration, keys)
+            return self._after(state, trajectory, learner, metrics)
         for i in range(num):
             part = trajectory if num == 1 else _part(trajectory, i, num)
             counter = (state.iteration * num + i) * self.learner.counters_per_update
@@ -247,6 +277,17 @@ class Sebulba:
             history.append(metrics)
         if num > 1:
             metrics = {name: torch.stack([m[name] for m in history]).mean(0) for name in history[0]}
+        return self._after(state, trajectory, learner, metrics)
+
+    def fill(self, state: RunState, trajectory: Trajectory) -> tuple[RunState, dict[str, Tensor]]:
+        """In the first iterations of an agent with replay, instead of `update`."""
+        assert self.replay is not None
+        learner = self.replay.store(state.learner, trajectory, state.priorities, state.iteration)
+        return self._after(state, trajectory, learner, {})
+
+    def _after(
+        self, state: RunState, trajectory: Trajectory, learner: LearnerState, metrics: dict[str, Tensor]
+    ) -> tuple[RunState, dict[str, Tensor]]:
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
         return next_state(state, state.carry, learner, metrics, episodes, self.ranks)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchpod.agent import Variables
 from torchpod.anakin import NonFiniteError, Report, RunState
@@ -34,6 +35,7 @@ class Program:
         self._state = state._replace(carry=(), older=())
         lag = sebulba.config.lag
         self._iteration = int(state.iteration)
+        self.fill_iterations = sebulba.replay.buffer.fill_iterations if sebulba.replay else 0
         self._actors = sebulba.actors(state)
         example = sebulba.example(state, self._actors)
         if sebulba.static:
@@ -41,7 +43,7 @@ class Program:
             self._update = Static(sebulba.update, (self._state, example), capture=capture)
         else:
             self._update = sebulba.update
-            self._update(self._state, example)
+            self._update(pytree.tree_map(torch.clone, self._state), example)  # priorities are written in place
         self._exchange = Exchange(
             [actor.phases for actor in self._actors],
             lag=None if lag == "free" else lag,
@@ -51,7 +53,7 @@ class Program:
         for back in range(0 if lag == "free" else lag, 0, -1):
             if self._iteration - back >= 0:
                 self._publish(self._iteration - back, state.older[-back])
-        self._publish(self._iteration, state.learner.params | state.learner.buffers)
+        self._publish(self._iteration, sebulba.learner.acting(state.learner))
         self._items: list[Item] = []
         self.healthy = bool(state.learner.healthy)
         """Whether all gradients so far were finite."""
@@ -90,9 +92,10 @@ class Program:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited, occupancy = time.perf_counter() - began, self._exchange.occupancy()
         with span("update"):
-            self._state, metrics = self._update(self._state, merge(items, self._sebulba.device))
+            update = self._sebulba.fill if number < self.fill_iterations else self._update
+            self._state, metrics = update(self._state, merge(items, self._sebulba.device))
         self._iteration, self._items = number + 1, items
-        self._publish(number + 1, self._state.learner.params | self._state.learner.buffers)
+        self._publish(number + 1, self._sebulba.learner.acting(self._state.learner))
         self.healthy = bool(self._state.learner.healthy)  # on a GPU, waits for the update
         ages = [number - item.version for item in items]
         took = time.perf_counter() - began
@@ -149,7 +152,8 @@ def train(
         while iteration < until:
             began, history = time.perf_counter(), []
             count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
-            for _ in range(count):
+            filling = max(0, program.fill_iterations - iteration)  # reported with the first that learns
+            for _ in range(min(filling + count, until - iteration)):
                 history.append(program())
                 iteration += 1
                 if not program.healthy:

@@ -73,7 +73,10 @@ def check_agent(
     params, buffers = variables_of(agent)
     params = _perturb(params, random.fold_in(root, 3))
     groups = _check_groups(agent)
-    trajectory = _check_act(agent, env, params | buffers, env_keys, actor_keys, unroll_length)
+    acted = trajectory = _check_act(agent, env, params | buffers, env_keys, actor_keys, unroll_length)
+    if agent.replayed:
+        trajectory = _windows(agent, acted)
+        keys = random.split(keys[0], trajectory.timestep.step_type.shape[1])
     batch = _check_prepare(agent, params | buffers, trajectory, keys)
     minibatch = _minibatch(agent, batch)
 
@@ -118,9 +121,9 @@ def check_agent(
     else:
         _check_gradients(gradient(params, minibatch, keys[0]))
 
-    timestep = pytree.tree_map(lambda x: x[0], trajectory.timestep)
+    timestep = pytree.tree_map(lambda x: x[0], acted.timestep)
     other = _perturb(params, random.fold_in(root, 4))
-    state = trajectory.actor_state
+    state = acted.actor_state
     methods: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "act()": (lambda p, *a: bind(agent, p | buffers).act(*a), (timestep, state, actor_keys)),
         "prepare()": (lambda p, *a: bind(agent, p | buffers).prepare(*a), (trajectory, keys)),
@@ -231,6 +234,23 @@ def _unbounded(spec: SpecTree) -> SpecTree:
     return Array(spec.shape, spec.dtype) if isinstance(spec, Box) else spec
 
 
+def _windows(agent: Agent, trajectory: Trajectory) -> Trajectory:
+    """What replay would make of it: all windows of `replayed` steps; of a recurrent agent the first of each row."""
+    length, num_steps = agent.replayed, trajectory.timestep.step_type.shape[0] - 1
+    require(
+        length <= num_steps,
+        f"replayed={length} steps are more than the unroll_length={num_steps} of this check; give a larger one.",
+    )
+    starts = [0] if agent.recurrent else range(num_steps - length + 1)
+
+    def cut(tree: Tree, size: int) -> Tree:
+        return pytree.tree_map(lambda x: torch.cat([x[i : i + size] for i in starts], 1), tree)
+
+    timestep = cut(trajectory.timestep._replace(extras={}), length + 1)
+    state = trajectory.actor_state if agent.recurrent else ()
+    return Trajectory(timestep, cut(trajectory.output, length), state, ())
+
+
 def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
     before = clone(trajectory)
     batch = bind(agent, variables).prepare(trajectory, keys)
@@ -241,6 +261,8 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
     )
     length, size = trajectory.timestep.step_type.shape[0] - 1, keys.shape[0]
     weight = batch.steps["weight"]
+    if agent.replayed and weight.ndim == 2 and 0 < weight.shape[0] <= length + 1:
+        length = weight.shape[0]  # a window may make fewer rows than it has steps, or keep its last timestep
     require_tensor(weight, (length, size), torch.float32, keys.device, "Batch.steps['weight']")
     for name, leaf in named_leaves(batch.steps, "Batch.steps"):
         require(
@@ -250,7 +272,7 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
     require((weight >= 0).all() and weight.isfinite().all(), "Batch.steps['weight'] must be at least 0, and finite.")
     if agent.reuse_forward:
         _check_forward(trajectory.output.extras.get("forward", ()), batch.steps.get("forward", ()))
-    reset = trajectory.timestep.step_type[:-1] == LAST
+    reset = trajectory.timestep.step_type[:length] == LAST
     require(
         (weight[reset] == 0).all(),
         "Batch.steps['weight'] must be 0 at LAST: from there a reset leads to FIRST, and no transition.",

@@ -1,0 +1,61 @@
+"""Suite `replay`: what a buffer stores, samples and re-weighs per second, beside TorchRL's and NumPy's, on one core.
+
+    torchpod bench replay [--json FILE] [--quick] [--only NAME]
+
+A million steps of four numbers, or 20,000 of 84 x 84 x 4 bytes. Stored are unrolls of 16 steps of 64 (16) environments;
+samples are 256 transitions. torchpod and NumPy hold an observation once, TorchRL twice, as its collectors write it;
+torchpod's samples are compiled and never begin at a reset. Counted are rows. Read harness.py first.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from torchpod.bench import harness
+from torchpod.bench.anakin import describe
+from torchpod.bench.harness import RowMaker, Worker
+from torchpod.bench.replay_worker import CASES, SIDES, Case
+
+WORKERS = tuple(Worker(side, (sys.executable, "-m", "torchpod.bench.replay_worker", "--side", side)) for side in SIDES)
+
+
+def main(
+    json_path: str | None = None,
+    *,
+    quick: bool = False,
+    only: str | None = None,
+    cases: Sequence[Case] = CASES,
+    rounds: int = 3,
+    repeats: int = 3,
+    core: int | None = None,
+    workers: tuple[Worker, ...] = WORKERS,
+) -> int:
+    """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
+
+    Returns:
+      0, or 1 if our side failed or the sides did unequal work. A peer that cannot run is named in its row.
+    """
+    if quick:
+        cases, rounds, repeats = cases[:1], 2, 1
+    if core is None:
+        core = harness.last_core()
+    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
+    make, rows, failures = RowMaker(), [], []
+    for case in harness.chosen(cases, only, "replay"):
+        arguments = [["--case", case.name, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
+        results = harness.interleave(workers, arguments, core=core)
+        ours, *peers = (results[worker.name] for worker in workers)
+        for peer, theirs in zip(workers[1:], peers, strict=True):
+            rows.append(make.rate(f"{case.name}/{peer.name}", ours, theirs, peer_name=peer.name, unit="rows/s"))
+            print(describe(rows[-1]), flush=True)
+            failures += harness.problems(case.name, ours, theirs, returns=False)
+        calibrations.append(harness.calibrate(core))
+    return harness.finish(
+        "replay",
+        rows,
+        failures=list(dict.fromkeys(failures)),
+        calibrations=calibrations,
+        load_average=load_average,
+        json_path=json_path,
+        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
+    )

@@ -1,0 +1,64 @@
+"""Suite replay: rows beside both peers, and each side does what it says."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from torchpod.bench import harness, replay, replay_worker
+from torchpod.bench.replay_worker import Case
+
+SMALL = Case("small", "sample", (3,), torch.float32, 640, 4, 8)
+
+FAKE = """
+import json, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if RATE == 0:
+    raise SystemExit("it is not installed")
+repeats = int(options["--repeats"])
+print(json.dumps({
+    "framework": "NAME", "mode": "sample", "num_envs": 64, "unroll_length": 16, "epochs": 1, "minibatches": 1,
+    "batch_rows": 256, "param_count": 0, "dtype": "float32", "iterations": 1, "total_iterations": 0,
+    "compile_s": 1.0, "env_steps": [RATE] * repeats, "wall_s": [1.0] * repeats, "cpu_s": [1.0] * repeats,
+    "env_steps_per_s": {"median": RATE, "min": RATE, "max": RATE}, "episode_return": None, "episodes": 0,
+    "threads": {}, "versions": {},
+}))
+"""
+
+
+def test_there_is_a_row_for_each_peer_and_one_that_cannot_run_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
+    workers = []
+    for name, rate in (("torchpod", 500), ("torchrl", 0), ("numpy", 250)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(FAKE.replace("NAME", name).replace("RATE", str(rate)))
+        workers.append(harness.Worker(name, (sys.executable, "-S", str(path))))
+    out = tmp_path / "out.json"
+    case = replay_worker.CASES[2]
+    assert replay.main(str(out), cases=[case], rounds=2, repeats=2, workers=tuple(workers)) == 0
+    torchrl, numpy = json.loads(out.read_text())["rows"]
+    assert (numpy["name"], numpy["unit"], numpy["ratio"]) == ("sample_vector/numpy", "rows/s", 2.0)
+    assert torchrl["ratio"] is None and "not installed" in torchrl["note"]
+
+
+@pytest.mark.parametrize("what", ["insert", "sample", "priorities"])
+@pytest.mark.parametrize("side", [replay_worker.torchpod, replay_worker.numpy], ids=["torchpod", "numpy"])
+def test_both_sides_work(what, side, monkeypatch):
+    case = SMALL._replace(what=what, prioritised=what == "priorities")
+    monkeypatch.setattr(replay_worker, "ROWS", 16)
+    call = side(case, 0)
+    first, second = call(), call()
+    if what == "sample" and side is replay_worker.numpy:
+        assert not np.array_equal(first["observation"], second["observation"])
+        assert first["next_observation"].shape == (16, 3) and first["weight"].sum() == 16
+    elif what == "sample":
+        assert not torch.equal(first.leaf, second.leaf)
+        assert first.trajectory.timestep.observation.shape == (2, 16, 3)
+
+
+def test_torchrl_samples_as_many_rows(monkeypatch):
+    monkeypatch.setattr(replay_worker, "ROWS", 16)
+    drawn = replay_worker.torchrl(SMALL, 0)()
+    assert drawn["next", "observation"].shape == (16, 3)

@@ -1,0 +1,207 @@
+"""Replay in both loops: lockstep, lag, exact resume from files, and what a host's broken episodes leave behind."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import checkpoint
+from torchpod.algos.dqn import DQN, DQNConfig
+from torchpod.anakin import Anakin
+from torchpod.anakin import train as train_anakin
+from torchpod.checkpoint import CheckpointError
+from torchpod.compile import Compiler
+from torchpod.config import load
+from torchpod.env import HostEnv
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.learner import LearnerConfig
+from torchpod.main import main
+from torchpod.replay import ReplayConfig
+from torchpod.run import execute
+from torchpod.sebulba import Sebulba, SebulbaConfig, train
+from torchpod.types import FIRST, LAST
+
+T, B = 4, 4
+LEARNER = LearnerConfig(num_epochs=1, num_minibatches=2, learning_rate=1e-2)
+PRIORITISED = ReplayConfig(capacity=40 * B, batch_size=16, min_size=32, prioritised=True)
+SMALL = (
+    "algo=dqn",
+    "env=cartpole",
+    "compile=false",
+    "logger.console=false",
+    "num_envs=4",
+    "algo.agent.hidden=[8]",
+    "algo.agent.n_step=2",
+    "algo.learner.num_minibatches=2",
+    "algo.replay.capacity=160",
+    "algo.replay.min_size=32",
+    "algo.replay.batch_size=16",
+    "algo.replay.prioritised=true",
+    "evaluation.episodes=2",
+)
+STEPS = 4 * T
+
+
+def settings(env):
+    return {
+        "num_envs": B,
+        "unroll_length": T,
+        "learner": LEARNER,
+        "num_iterations": 30,
+        "compiler": Compiler(enabled=False),
+        "replay": PRIORITISED,
+    }
+
+
+def agent(env):
+    return lambda: DQN(env.spec, DQNConfig(hidden=(8,), n_step=2, target_interval=3))
+
+
+def last_of(reports):
+    """The last state, and all metrics."""
+    history, states = [], []
+    for report, program in reports:
+        history.append(report.metrics)
+        states = [pytree.tree_map(torch.clone, program.state)]
+    return states[0], history
+
+
+def assert_equal(a, b):
+    pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y, equal_nan=True, rtol=0, atol=0), a, b)
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+def test_in_lockstep_sebulba_equals_anakin_to_the_bit(seed, host):
+    env = CartPole(max_episode_steps=7)
+    anakin = Anakin(agent(env), env, **settings(env))
+    want, expected = last_of(train_anakin(anakin, anakin.init(seed)))
+    other = HostEnv(env) if host else env
+    lockstep = SebulbaConfig(num_actor_threads=1, lag=0)
+    sebulba = Sebulba(agent(env), lambda: copy.copy(other), config=lockstep, **settings(env))
+    got, history = last_of(train(sebulba, sebulba.init(seed)))
+    assert_equal(got.learner, want.learner)
+    assert_equal(got.priorities, want.priorities)
+    assert sebulba.replay and anakin.replay
+    assert_equal(sebulba.replay.buffer.storage, anakin.replay.buffer.storage)
+    assert len(history) == len(expected) > 20 and want.learner.num_steps == 2 * len(history)
+    for a, b in zip(history, expected, strict=True):
+        for name, value in b.items():
+            assert torch.equal(a[name], value) or (a[name].isnan() and value.isnan())
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_with_a_fixed_lag_two_runs_are_equal_to_the_bit(seed, lag):
+    env = CartPole(max_episode_steps=7)
+    states = []
+    for _ in range(2):
+        sebulba = Sebulba(
+            agent(env), lambda: copy.copy(env), config=SebulbaConfig(num_actor_threads=2, lag=lag), **settings(env)
+        )
+        states.append(last_of(train(sebulba, sebulba.init(seed)))[0])
+    assert_equal(*states)
+
+
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+@pytest.mark.parametrize("stop", [3, 14, 25], ids=["while it fills", "before the ring is full", "after"])
+def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, loop, stop):
+    lag = ["loop.lag=1"] if loop == "sebulba" else []
+    config = [*SMALL, f"loop={loop}", *lag, f"total_env_steps={30 * STEPS}"]
+    whole = execute(load([*config, f"run_dir={tmp_path}/whole"]))
+    # Three checkpoints, at different iterations, so that several files are put together.
+    config += ["checkpoint.interval_s=0"]
+    execute(load([*config, f"run_dir={tmp_path}/parts"]), until=stop)
+    folder = checkpoint.latest(tmp_path / "parts")
+    assert int(folder.name) == stop
+    assert bool(json.loads(checkpoint.manifest_of(folder, 0)))
+    again = execute(load([f"resume={tmp_path}/parts"]))
+    states = [torch.load(checkpoint.latest(run.dir) / "state-0.pt") for run in (whole, again)]
+    assert_equal(*states)
+    assert_equal(again.variables, whole.variables)
+    assert len(list((tmp_path / "parts/replay/0").glob("*.pt"))) <= 30
+
+
+def test_a_run_that_was_interrupted_within_a_call_goes_on_as_if_it_had_not_been(seed, monkeypatch):
+    """The call is given up after it has written to the buffer and to the priorities."""
+    env = CartPole(max_episode_steps=7)
+    whole = Anakin(agent(env), env, **settings(env))
+    want, _ = last_of(train_anakin(whole, whole.init(seed), iterations_per_call=6))
+    cut = Anakin(agent(env), env, **settings(env))
+    calls, iterate = 0, cut.iterate
+
+    def fails(state):
+        nonlocal calls
+        calls += 1
+        if calls == 23:  # the first one compiles
+            raise KeyboardInterrupt
+        return iterate(state)
+
+    monkeypatch.setattr(cut, "iterate", fails)
+    state = None
+    with pytest.raises(KeyboardInterrupt):
+        for _, program in train_anakin(cut, cut.init(seed), iterations_per_call=6):
+            state = program
+    assert state is not None and state.state.iteration % 6 == 0
+    monkeypatch.setattr(cut, "iterate", iterate)
+    got, _ = last_of(train_anakin(cut, state.state, iterations_per_call=6))
+    assert_equal(got, want)
+
+
+def test_more_iterations_per_call_than_there_is_room_for_are_refused(seed):
+    env = CartPole()
+    anakin = Anakin(agent(env), env, **settings(env))
+    with pytest.raises(ValueError, match="replay has room for 8"):
+        next(train_anakin(anakin, anakin.init(seed), iterations_per_call=9))
+
+
+def test_files_that_no_checkpoint_needs_are_removed_and_a_damaged_one_is_named(tmp_path: Path):
+    config = [*SMALL, f"total_env_steps={40 * STEPS}", f"run_dir={tmp_path}/run"]
+    execute(load([*config, "checkpoint.interval_s=0", "checkpoint.keep=2"]))
+    files = {path.name for path in (tmp_path / "run/replay/0").iterdir()}
+    manifests = [json.loads(checkpoint.manifest_of(x, 0)) for x in checkpoint.all_of(tmp_path / "run")]
+    assert len(manifests) == 2 and files == set(manifests[0]) | set(manifests[1])
+    assert len(files) == 11  # the window is 10 iterations
+    shutil.copytree(tmp_path / "run", tmp_path / "torn")
+    path = tmp_path / "torn/replay/0" / max(files)
+    path.write_bytes(path.read_bytes()[:-1])
+    more = [f"resume={tmp_path}/torn", f"total_env_steps={41 * STEPS}"]
+    with pytest.raises(CheckpointError, match=f"{path.name} is missing or damaged"):
+        execute(load(more))
+
+
+def test_a_host_environment_that_begins_anew_leaves_no_transition_between_two_episodes(tmp_path: Path):
+    """The step before the break is cut off: it counts as the end of its episode, and not as a terminal one."""
+    gym = ("loop=sebulba", "env=gymnasium", "env.task=CartPole-v1")
+    small = [x for x in SMALL if not x.startswith("env=")]
+    assert main(["train", *small, *gym, f"total_env_steps={6 * STEPS}", f"run_dir={tmp_path}/run"]) == 0
+    seen = {}
+    original = Sebulba.resume
+
+    def resume(self, state):
+        seen["loop"] = self
+        return original(self, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sebulba, "resume", resume)
+        assert main(["train", f"resume={tmp_path}/run", f"total_env_steps={9 * STEPS}"]) == 0
+    steps = seen["loop"].replay.buffer.storage["timestep"]
+    at = 6 * T  # where it went on
+    assert (steps["step_type"][at] == FIRST).all() and (steps["step_type"][at - 1] == LAST).all()
+    first = steps["step_type"][1 : 9 * T] == FIRST
+    assert (steps["step_type"][: 9 * T - 1][first] == LAST).all()
+
+
+def test_agents_in_the_user_s_files_may_learn_from_replay(tmp_path: Path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from torchpod.algos.dqn import DQN, DQNConfig\n\n\n"
+        "class Mine(DQN):\n"
+        "    def __init__(self, spec, config: DQNConfig):\n"
+        "        super().__init__(spec, config)\n"
+    )
+    own = [x for x in SMALL if not x.startswith(("algo=", "algo.agent"))]
+    line = ["train", *own, f"algo={tmp_path}/mine.py:Mine", "algo.unroll_length=4", "algo.learner.num_epochs=1"]
+    assert main([*line, f"total_env_steps={20 * STEPS}", f"run_dir={tmp_path}/run"]) == 0, capsys.readouterr().err
+    assert "eval return" in capsys.readouterr().out

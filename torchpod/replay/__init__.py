@@ -1,0 +1,6 @@
+"""Replay: what was seen is kept on the device, and learned from again."""
+
+from torchpod.replay.buffer import Priorities, ReplayBuffer, ReplayConfig, Sample
+from torchpod.replay.learning import ReplayLearner
+
+__all__ = ["Priorities", "ReplayBuffer", "ReplayConfig", "ReplayLearner", "Sample"]

@@ -1,0 +1,316 @@
+"""What was seen, kept on the device in a ring: written in place, sampled inside compiled or captured programs.
+
+Every step of every environment is stored once, as the rollout made it: slot `t % S` of the ring holds what `Trajectory`
+says of time t, for all environments. What is sampled are trajectories again, the windows that begin at some (t, b), so
+that `Agent.prepare` makes of them what it makes of any trajectory: n-step targets, masks, weights.
+
+Positions follow from the number of the iteration alone. So a program that is run twice (to compile it, or again after a
+failure) writes the same twice. The ring is longer than what is sampled from by `slack` iterations: a call of so many
+iterations overwrites nothing that it could need if it were given up and made again.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.replay import sum_tree
+from torchpod.trees import reader
+from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory, Tree
+
+_CANDIDATES = 4
+"""Steps drawn per row, of which the first counts that is no reset."""
+_LEAST = 1e-6
+"""Added to priorities, so that nothing is never seen again."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What is kept, and how it is sampled."""
+
+    capacity: int = 100_000
+    """Steps that are sampled from, over all environments and ranks; the newest."""
+    batch_size: int = 128
+    """Rows, or sequences of a recurrent agent, per update, over all ranks."""
+    min_size: int = 1_000
+    """Steps before the first update."""
+    prioritised: bool = False
+    """Sample in proportion to `priority ** alpha` (Schaul et al. 2016, https://arxiv.org/abs/1511.05952) instead of
+    evenly, and weigh rows by `probability ** -beta`. The agent's loss must say priorities."""
+    alpha: float = 0.6
+    beta: float = 0.4
+    """Rises linearly to 1 over the run."""
+
+
+class Priorities(NamedTuple):
+    """The part of a buffer that is in checkpoints as a whole, and in `RunState`; written in place."""
+
+    tree: list[Tensor]
+    """See sum_tree.py; a leaf per step or, for a recurrent agent, per unroll of every environment."""
+    largest: Tensor
+    """float32 scalar: what new leaves begin with."""
+
+
+class Sample(NamedTuple):
+    """What was drawn."""
+
+    trajectory: Trajectory
+    """`timestep [L + 1, K, ...]`, `output [L, K, ...]`; without extras of the environment, and with `last_actor_state`
+    empty."""
+    leaf: Tensor
+    """int64 `[K]`: of the tree, if there is one."""
+    weight: Tensor
+    """float32 `[K]`: how much a row counts, to make up for its probability; all 1 without priorities."""
+
+
+class ReplayBuffer:
+    """See the module.
+
+    Args:
+      config: see `ReplayConfig`.
+      num_envs: B on this rank.
+      unroll_length: T of an iteration.
+      length: L of what is sampled, in steps.
+      sequences: sample whole sequences, which begin where unrolls began, with the actor's state there; otherwise rows
+        that begin at any step but a reset.
+      num_ranks: over which the capacity is shared out.
+      population: P; above 1 everything has a leading P axis.
+      slack: iterations per call to the device, at most.
+
+    Raises:
+      ValueError: if nothing could be sampled.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        *,
+        num_envs: int,
+        unroll_length: int,
+        length: int,
+        sequences: bool,
+        num_ranks: int = 1,
+        population: int = 1,
+        slack: int = 8,
+    ) -> None:
+        self.config, self.num_envs, self.unroll_length, self.length = config, num_envs, unroll_length, length
+        self.sequences, self.population, self.slack = sequences, population, slack
+        self.axis = 0 if population == 1 else 1
+        per_step = num_envs * num_ranks
+        unrolls = -(-config.capacity // (per_step * unroll_length))
+        self.window = unrolls * unroll_length
+        """Steps of each environment that are sampled from."""
+        self.num_slots = (unrolls + slack) * unroll_length
+        self._num_unrolls = unrolls + slack
+        self._period = unroll_length if sequences else 1
+        shortest = length + 2 + (self._period if sequences else 0)
+        if self.window < shortest:
+            raise ValueError(
+                f"algo.replay.capacity={config.capacity} is {config.capacity // per_step} step(s) of each of "
+                f"{per_step} environments, and what is sampled takes {shortest}; use at least {per_step * shortest}."
+            )
+        if config.min_size > config.capacity:
+            raise ValueError(
+                f"algo.replay.min_size={config.min_size} is never reached with algo.replay.capacity={config.capacity}."
+            )
+        # One step for the one after the last, and one in case that the last is a reset.
+        enough = max(shortest, -(-config.min_size // per_step))
+        self.fill_iterations = -(-enough // unroll_length) - 1
+        """Iterations that only collect; the one after them samples for the first time."""
+        self.restore: Callable[[Tree], None] | None = None
+        """What fills the storage as soon as there is one (segments.py)."""
+        self._read: Callable[[Tree], tuple[Tensor, ...]] | None = None
+        self.storage: Tree = None
+        """`{"timestep", "output": [S, B, ...], "actor_state": [S / T, B, ...]}`, from the first `insert` on."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the storage; 0 before there is one."""
+        return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(self.storage) if isinstance(x, Tensor))
+
+    def priorities(self, device: torch.device | str) -> Priorities | tuple[()]:
+        """Those of an empty buffer, of one member; () if it samples evenly."""
+        if not self.config.prioritised:
+            return ()
+        num_leaves = self.num_slots // self._period * self.num_envs
+        return Priorities(sum_tree.make(num_leaves, device=device), torch.ones((), device=device))
+
+    def insert(self, trajectory: Trajectory, iteration: Tensor, priorities: Priorities | tuple[()]) -> None:
+        """Writes the trajectory of an iteration into its place.
+
+        Args:
+          trajectory: `timestep [T + 1, B, ...]`, `output [T, B, ...]`.
+          iteration: int64 scalar, or `[P]` of equal numbers.
+          priorities: written in place.
+        """
+        given = self._given(trajectory)
+        if self._read is None:
+            self.storage, self._read = self._allocate(given), reader(given)
+            if self.restore:
+                self.restore(self.storage)
+        number = iteration.reshape(-1)[:1]
+        unroll = number % self._num_unrolls
+        place = int(unroll) if unroll.device.type == "cpu" else unroll
+        for to, x in zip(self._read(self.storage), self._read(given), strict=True):
+            self._write(to, x, place)
+        if isinstance(priorities, Priorities):
+            self._make_room(priorities, (number + 1) * self.unroll_length)
+
+    def sample(
+        self, storage: Tree, priorities: Priorities | tuple[()], iteration: Tensor, beta: Tensor, num: int, key: Tensor
+    ) -> Sample:
+        """Draws windows; pure, of one member, to be compiled.
+
+        Args:
+          storage: `self.storage`, of one member.
+          priorities: of one member.
+          iteration: int64 scalar, that of the last `insert`.
+          beta: float32 scalar.
+          num: K, how many.
+          key: `[3]`.
+        """
+        end = (iteration + 1) * self.unroll_length  # of time: slots hold 0 ... end - 1
+        if isinstance(priorities, Priorities):
+            total = sum_tree.total(priorities.tree)
+            strata = torch.arange(num, device=key.device)
+            height = (strata + random.uniform(key, num)) / num * total
+            leaf = sum_tree.find(priorities.tree, height)
+            mass = priorities.tree[0][leaf]
+            weight = (mass / mass.mean()).clamp(min=1e-12) ** -beta
+            first, env = leaf // self.num_envs * self._period, leaf % self.num_envs
+        else:
+            first, env = self._evenly(storage, end, num, key)
+            leaf = first // self._period * self.num_envs + env
+            weight = torch.ones(num, device=key.device)
+        first, env = torch.stack([first, env])  # computed once, and not for every number that is read there
+        return Sample(self._windows(storage, first, env), leaf, weight)
+
+    def write_back(self, priorities: Priorities, leaf: Tensor, priority: Tensor) -> None:
+        """New priorities of what was sampled, in place.
+
+        Args:
+          priorities: to be written to.
+          leaf: `[..., K]`, of the sample.
+          priority: `[..., K]`, at least 0, e.g. absolute TD errors.
+        """
+        # In float64: powers in float32 differ in the last bit between the vectors and the rest of a tensor.
+        mass = ((priority.detach().abs().double() + _LEAST) ** self.config.alpha).float()
+        mass = torch.where(mass.isfinite(), mass, priorities.largest.unsqueeze(-1))
+        sum_tree.write(priorities.tree, leaf, mass)
+        torch.maximum(priorities.largest, mass.amax(-1), out=priorities.largest)
+
+    def _evenly(self, storage: Tree, end: Tensor, num: int, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots and environments of windows, each that fits as likely as any other."""
+        oldest = (end - self.window).clamp(min=0)
+        if self.sequences:
+            low, high = oldest // self._period, (end - 1 - self.length) // self._period
+            words = random.bits(key, num)
+            place = random.to_integer(words, (high - low + 1) * self.num_envs)
+            time = (low + place // self.num_envs) * self._period
+            return time % self.num_slots, place % self.num_envs
+        # One step is left out at the end, so that after a reset there is always the step after it.
+        words = random.bits(key, num * _CANDIDATES).reshape(_CANDIDATES, num)
+        place = random.to_integer(words, (end - 1 - self.length - oldest) * self.num_envs)
+        slot, env = (oldest + place // self.num_envs) % self.num_slots, place % self.num_envs
+        is_reset = self._step_type(storage)[slot * self.num_envs + env] == LAST  # [candidates, num]
+        chosen = slot[-1], env[-1]
+        # All were resets, about 1 in 10,000 rows with episodes of 10 steps: the first step of the episode after it.
+        slot_of, env_of = torch.where(is_reset[-1], (chosen[0] + 1) % self.num_slots, chosen[0]), chosen[1]
+        for i in reversed(range(_CANDIDATES - 1)):
+            slot_of = torch.where(is_reset[i], slot_of, slot[i])
+            env_of = torch.where(is_reset[i], env_of, env[i])
+        return slot_of, env_of
+
+    def _windows(self, storage: Tree, first: Tensor, env: Tensor) -> Trajectory:
+        """The trajectories that begin in slots `first` `[K]` of environments `env` `[K]`."""
+        steps = torch.arange(self.length + 1, device=first.device)[:, None]
+        index = (first + steps) % self.num_slots * self.num_envs + env  # [L + 1, K]
+
+        def rows(tree: Tree, index: Tensor) -> Tree:
+            return pytree.tree_map(lambda x: x.flatten(0, 1)[index], tree)
+
+        timestep, output = rows(storage["timestep"], index), rows(storage["output"], index[:-1])
+        begun = first // self.unroll_length * self.num_envs + env
+        return Trajectory(
+            TimeStep(**timestep, extras={}), ActorOutput(**output), rows(storage["actor_state"], begun), ()
+        )
+
+    def _make_room(self, priorities: Priorities, end: Tensor) -> None:
+        """Leaves that can be sampled from now on, and those that cannot any more."""
+        period, num_envs, num_units = self._period, self.num_envs, self.num_slots // self._period
+        count = self.unroll_length // period
+        offsets = torch.arange(-count + 1, 1, device=end.device)
+        new = (end - 1 - self.length).div(period, rounding_mode="floor") + offsets  # units of time, [count]
+        old = (end - self.window).div(period, rounding_mode="floor") - 1 + offsets
+        unit = torch.cat([new, old]) % num_units
+        leaf = (unit[:, None] * num_envs + torch.arange(num_envs, device=end.device)).flatten()
+        lead = priorities.largest.shape
+        fresh = priorities.largest.reshape(*lead, 1, 1).expand(*lead, count, num_envs)
+        fresh = fresh * (new >= 0)[:, None]
+        if not self.sequences:
+            is_last = self.storage["timestep"]["step_type"].index_select(self.axis, unit[:count]) == LAST
+            fresh = fresh * ~is_last
+        values = torch.cat([fresh, torch.zeros_like(fresh)], -2).flatten(-2)
+        sum_tree.write(priorities.tree, leaf.expand(*lead, -1), values)
+
+    def _given(self, trajectory: Trajectory) -> dict[str, Tree]:
+        """What there is to store of a trajectory; of the timesteps the last one too many."""
+        t, out = trajectory.timestep, trajectory.output
+        steps = {name: x for name, x in t._asdict().items() if name != "extras"}
+        begun = trajectory.actor_state if self.sequences else ()
+        begun = pytree.tree_map(lambda x: x.unsqueeze(self.axis), begun)
+        return {"timestep": steps, "output": {"action": out.action, "extras": out.extras}, "actor_state": begun}
+
+    def _write(self, to: Tensor, x: Tensor, unroll: int | Tensor) -> None:
+        """The slots of an unroll."""
+        length = to.shape[self.axis] // self._num_unrolls
+        x = x.narrow(self.axis, 0, length)
+        if isinstance(unroll, int):  # memory that lies together; `index_copy_` takes ten times as long
+            to.narrow(self.axis, unroll * length, length).copy_(x)
+        else:
+            to.index_copy_(self.axis, unroll * length + torch.arange(length, device=to.device), x)
+
+    @staticmethod
+    def _step_type(storage: Tree) -> Tensor:
+        return storage["timestep"]["step_type"].flatten(0, 1)
+
+    def _allocate(self, given: dict[str, Tree]) -> dict[str, Tree]:
+        """Memory for all slots.
+
+        Raises:
+          ValueError: if the device has not so much.
+        """
+        axis = self.axis
+        sizes = {"timestep": self.num_slots, "output": self.num_slots, "actor_state": self._num_unrolls}
+
+        def shape(name: str, x: Tensor) -> tuple[int, ...]:
+            return (*x.shape[:axis], sizes[name], *x.shape[axis + 1 :])
+
+        leaves = [(name, x) for name, tree in given.items() for x in pytree.tree_leaves(tree)]
+        needed = sum(math.prod(shape(name, x)) * x.element_size() for name, x in leaves)
+        device = leaves[0][1].device
+        free = _free_bytes(device)
+        if needed > free:
+            per_step = needed / (self.num_slots * self.num_envs)
+            raise ValueError(
+                f"algo.replay.capacity={self.config.capacity} takes {needed / 2**30:.1f} GiB, {per_step:,.0f} bytes "
+                f"per step, and {device} has {free / 2**30:.1f} GiB left; use at most "
+                f"algo.replay.capacity={int(self.config.capacity * 0.9 * free / needed)}."
+            )
+        return {
+            name: pytree.tree_map(lambda x, name=name: torch.zeros(shape(name, x), dtype=x.dtype, device=device), tree)
+            for name, tree in given.items()
+        }
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory that a device can still give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))

@@ -1,0 +1,137 @@
+"""Learning from replay: what an iteration does with its trajectory instead of `Learner.update`."""
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, Variables, bind
+from torchpod.compile import Compiler, span
+from torchpod.learner import Learner, LearnerState
+from torchpod.replay.buffer import Priorities, ReplayBuffer, ReplayConfig
+from torchpod.types import Batch, Trajectory, Tree
+
+
+class ReplayLearner:
+    """Stores trajectories, and updates an agent from samples of what is stored.
+
+    An iteration stores T steps of B environments and makes `num_minibatches` updates, whose rows are drawn together,
+    before the first of them; priorities are written back together, after the last. The rows of a minibatch over all
+    ranks are weighted to sum to 1: importance weights are relative to their mean.
+
+    Args:
+      agent: with `replayed` > 0.
+      learner: of the agent.
+      config: see `ReplayConfig`.
+      num_envs: B on this rank.
+      unroll_length: T.
+      compiler: how to compile.
+      slack: iterations per call to the device, at most.
+
+    Raises:
+      ValueError: if the settings do not fit.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        learner: Learner,
+        config: ReplayConfig,
+        *,
+        num_envs: int,
+        unroll_length: int,
+        compiler: Compiler,
+        slack: int = 8,
+    ) -> None:
+        if learner.config.num_epochs != 1:
+            raise ValueError(
+                f"algo.learner.num_epochs={learner.config.num_epochs}: {type(agent).__name__} draws new rows from "
+                "replay for every update; use num_epochs=1, and num_minibatches for the updates per iteration."
+            )
+        self.agent, self.learner = agent, learner
+        self.batch_size = learner.ranks.share(config.batch_size, "algo.replay.batch_size")
+        self.buffer = ReplayBuffer(
+            config,
+            num_envs=num_envs,
+            unroll_length=unroll_length,
+            length=agent.replayed,
+            sequences=agent.recurrent,
+            num_ranks=learner.ranks.world_size,
+            population=compiler.population,
+            slack=slack,
+        )
+        self._draw = compiler(self._draw_one, fall_back=agent.may_fall_back)
+
+    def store(
+        self, state: LearnerState, trajectory: Trajectory, priorities: Priorities | tuple[()], iteration: Tensor
+    ) -> LearnerState:
+        """Keeps the trajectory of an iteration, without learning from it."""
+        with span("insert"):
+            self.buffer.insert(trajectory, iteration, priorities)
+        return self.learner.observe(state, trajectory)
+
+    def update(
+        self,
+        state: LearnerState,
+        trajectory: Trajectory,
+        priorities: Priorities | tuple[()],
+        iteration: Tensor,
+        keys: Tensor,
+    ) -> tuple[LearnerState, dict[str, Tensor]]:
+        """Keeps the trajectory of an iteration, and learns from what is kept.
+
+        Args:
+          state: of the learner.
+          trajectory: T steps of this rank's B environments.
+          priorities: of the buffer, written in place.
+          iteration: int64 scalar, or `[P]`.
+          keys: `[B, 3]`, with `Learner.counters_per_update` fresh counters.
+
+        Returns:
+          The next state, and metrics: means over the updates and ranks.
+        """
+        state = self.store(state, trajectory, priorities, iteration)
+        with span("sample"):
+            buffers = self.learner.annealed(state)
+            minibatches, moments, leaf = self._draw(
+                state.params, buffers, self.buffer.storage, priorities, iteration, state.num_steps, keys[..., 0, :]
+            )
+        state, metrics, new = self.learner.learn(state, minibatches, moments, random.advance(keys[..., 0, :], 2))
+        if isinstance(priorities, Priorities):
+            if not new:
+                raise ValueError(
+                    f"algo.replay.prioritised=true needs priorities, and the loss of {type(self.agent).__name__} gives "
+                    "none; return LossOutput(..., priority=...), or set it to false."
+                )
+            with span("priorities"):
+                self.buffer.write_back(priorities, leaf, torch.cat(new, -1))
+        return state, metrics
+
+    def _draw_one(
+        self,
+        params: Variables,
+        buffers: Variables,
+        storage: Tree,
+        priorities: Priorities | tuple[()],
+        iteration: Tensor,
+        num_steps: Tensor,
+        key: Tensor,
+    ) -> tuple[Batch, Tensor, Tensor]:
+        """Minibatches `[M, ...]`, their moments, and where they come from: leaves `[M * R]` in the same order."""
+        m, rows = self.learner.config.num_minibatches, self.batch_size
+        beta = 1.0 - (1.0 - self.buffer.config.beta) * self.learner.remaining(num_steps)
+        drawn = self.buffer.sample(storage, priorities, iteration, beta, m * rows, random.advance(key, 1))
+        batch = bind(self.agent, params | buffers).prepare(drawn.trajectory, random.split(key, m * rows))
+        steps = batch.steps | {"weight": batch.steps["weight"] * drawn.weight}
+
+        def deal(x: Tensor) -> Tensor:  # [T', M * R, ...] -> [M, T', R, ...]: each gets every m-th of the strata
+            return x.reshape(x.shape[0], rows, m, *x.shape[2:]).movedim(2, 0)
+
+        def deal_state(x: Tensor) -> Tensor:
+            return x.reshape(rows, m, *x.shape[1:]).movedim(1, 0)
+
+        steps = pytree.tree_map(deal, steps)
+        if not self.agent.recurrent:
+            steps = pytree.tree_map(lambda x: x.flatten(1, 2), steps)
+        state = pytree.tree_map(deal_state, batch.actor_state) if self.agent.recurrent else ()
+        return Batch(steps, state), self.learner.moments_of(steps), deal_state(drawn.leaf).flatten()

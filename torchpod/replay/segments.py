@@ -1,0 +1,126 @@
+"""What a replay buffer holds, in files that are written once: `RUN/replay/<rank>/<from>-<to>.pt`, in iterations.
+
+A checkpoint adds what was stored since the one before, and lists the files that it needs in its `replay-<rank>.json`.
+So a buffer of a million steps is not written again every minute, and a run that is killed while it writes leaves the
+checkpoints before it whole. Files that no checkpoint lists any more are removed.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod.checkpoint import CheckpointError, all_of, manifest_of, writing
+from torchpod.replay.buffer import ReplayBuffer
+from torchpod.types import LAST, Tree
+
+_PIECES = 8
+"""A file holds at most this part of the window: it is in memory twice while it is written."""
+
+
+class Segments:
+    """The files of one rank's buffer.
+
+    Args:
+      buffer: whose.
+      run_dir: the run folder.
+      rank: of this process.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, run_dir: Path, rank: int) -> None:
+        self._buffer, self._run_dir, self._rank = buffer, run_dir, rank
+        self._folder = run_dir / "replay" / str(rank)
+        self._digests: dict[str, str] = {}
+        self._saved = 0
+
+    def save(self, iteration: int) -> bytes:
+        """Writes what was stored before an iteration and is in no file yet. Returns what the checkpoint keeps."""
+        window = self._buffer.window // self._buffer.unroll_length
+        oldest = max(0, iteration - window)
+        piece = max(1, window // _PIECES)
+        begin = max(self._saved, oldest)
+        while begin < iteration:
+            end = min(begin + piece, iteration)
+            path = self._folder / f"{begin:010d}-{end:010d}.pt"
+            with writing(path):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    torch.save(self._slice(begin, end), file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._digests[path.name] = _digest(path)
+            begin = end
+        self._saved = iteration
+        self._digests = {name: digest for name, digest in self._digests.items() if _range(name)[1] > oldest}
+        return json.dumps(self._digests, indent=1).encode()
+
+    def clean(self) -> None:
+        """Removes the files that no checkpoint needs."""
+        kept = set(self._digests)
+        for folder in all_of(self._run_dir):
+            kept |= set(json.loads(manifest_of(folder, self._rank)))
+        for path in self._folder.glob("*.pt"):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+    def restore(self, checkpoint: Path, iteration: int, *, broken: bool) -> None:
+        """Fills the buffer, as soon as it has memory, with what a checkpoint lists.
+
+        Args:
+          checkpoint: its folder.
+          iteration: at which it was written.
+          broken: the episodes that were under way then were not resumed: they count as cut off at the last step.
+
+        Raises:
+          CheckpointError: if a file is missing or damaged.
+        """
+        self._digests, self._saved = json.loads(manifest_of(checkpoint, self._rank)), iteration
+        for name, digest in self._digests.items():
+            if not (self._folder / name).is_file() or _digest(self._folder / name) != digest:
+                raise CheckpointError(
+                    f"{self._folder / name} is missing or damaged; move the checkpoint {checkpoint.name} away to go on "
+                    "from the one before it, if it does without."
+                )
+
+        def fill(storage: Tree) -> None:
+            for name in self._digests:
+                begin, end = _range(name)
+                flat = torch.load(self._folder / name, map_location="cpu", weights_only=True)
+                for path, x in pytree.tree_flatten_with_path(storage)[0]:
+                    part = flat.get(pytree.keystr(path))
+                    slots = self._slots(begin, end, pytree.keystr(path))
+                    shape = (*x.shape[: self._buffer.axis], len(slots), *x.shape[self._buffer.axis + 1 :])
+                    if part is None or part.dtype != x.dtype or part.shape != shape:
+                        raise CheckpointError(f"{self._folder / name} does not fit this run: {pytree.keystr(path)}.")
+                    x.index_copy_(self._buffer.axis, slots.to(x.device), part.to(x.device))
+            if broken and iteration > 0:
+                last = torch.tensor([(iteration * self._buffer.unroll_length - 1) % self._buffer.num_slots])
+                storage["timestep"]["step_type"].index_fill_(self._buffer.axis, last, LAST)
+
+        self._buffer.restore = fill
+
+    def _slice(self, begin: int, end: int) -> dict[str, torch.Tensor]:
+        flat = {pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(self._buffer.storage)[0]}
+        return {
+            name: x.index_select(self._buffer.axis, self._slots(begin, end, name).to(x.device)).cpu()
+            for name, x in flat.items()
+        }
+
+    def _slots(self, begin: int, end: int, name: str) -> torch.Tensor:
+        """Where the iterations `begin ... end - 1` lie."""
+        length = 1 if name.startswith("['actor_state']") else self._buffer.unroll_length
+        size = self._buffer.num_slots // self._buffer.unroll_length * length
+        return torch.arange(begin * length, end * length) % size
+
+
+def _range(name: str) -> tuple[int, int]:
+    begin, end = Path(name).stem.split("-")
+    return int(begin), int(end)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
