@@ -1,7 +1,7 @@
 """Deep deterministic policy gradient: Lillicrap et al. 2016 (https://arxiv.org/abs/1509.02971).
 
 For actions in a box: a policy without noise of its own, and a critic that it climbs. The noise is added when it acts,
-and may be correlated in time. What ddpg, td3 and sac share is at the end of this file: the critic and the rows.
+and may be correlated in time. What ddpg, td3 and sac share is at the end of this file: the critic.
 """
 
 import math
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.nets import Encoder, orthogonal
-from torchpod.ops.returns import n_step
+from torchpod.replay import transitions
 from torchpod.specs import Box, EnvSpec
-from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+from torchpod.types import FIRST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class DDPG(Agent):
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """See `transitions`."""
-        rows = transitions(trajectory, discount=self.discount, reward_scale=self.reward_scale)
+        reward = trajectory.timestep.reward[1:] * self.reward_scale
+        rows = transitions(trajectory, reward, discount=self.discount)
         rows["action"] = ((rows["action"] - self.center) / self.scale).flatten(2)
         return Batch(rows)
 
@@ -153,29 +153,3 @@ def box_range(agent: str, spec: EnvSpec) -> tuple[float, float]:
     if not (isinstance(box, Box) and math.isfinite(box.low) and math.isfinite(box.high) and box.low < box.high):
         raise ValueError(f"{agent} needs a Box action with bounds, and {spec.name} has {box}.")
     return (box.high + box.low) / 2, (box.high - box.low) / 2
-
-
-def transitions(trajectory: Trajectory, *, discount: Tensor, reward_scale: Tensor) -> dict[str, Tree]:
-    """One row per window of n steps: where it begins, what it earns, and where it ends.
-
-    Args:
-      trajectory: `timestep [n + 1, K, ...]`, `output [n, K, ...]`.
-      discount: scalar, per step.
-      reward_scale: scalar.
-
-    Returns:
-      `[1, K, ...]`: observation, action, reward, discount, next_observation; weight, 0 for resets.
-    """
-    t, out = trajectory.timestep, trajectory.output
-    is_last = t.step_type == LAST
-    reward, discount, steps = n_step(t.reward[1:] * reward_scale, t.discount[1:], is_last[1:], discount=discount)
-    envs = torch.arange(steps.shape[0], device=steps.device)
-    rows = {
-        "observation": pytree.tree_map(lambda x: x[0], t.observation),
-        "action": out.action[0],
-        "reward": reward,
-        "discount": discount,
-        "next_observation": pytree.tree_map(lambda x: x[steps, envs], t.observation),
-        "weight": (~is_last[0]).to(reward.dtype),
-    }
-    return pytree.tree_map(lambda x: x[None], rows)

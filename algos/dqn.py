@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.nets import Encoder, make_torso, orthogonal
-from torchpod.ops.returns import n_step
+from torchpod.replay import transitions
 from torchpod.specs import Discrete, EnvSpec
-from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 
 @dataclass(frozen=True)
@@ -143,20 +142,8 @@ class DQN(Agent):
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """One row per window of n steps: where it begins, what it earns, and where it ends."""
-        t, out = trajectory.timestep, trajectory.output
-        last = t.step_type == LAST
-        reward = t.reward[1:].clamp(-self.reward_clip, self.reward_clip)
-        reward, discount, steps = n_step(reward, t.discount[1:], last[1:], discount=self.discount)
-        envs = torch.arange(steps.shape[0], device=steps.device)
-        row = {
-            "observation": pytree.tree_map(lambda x: x[0], t.observation),
-            "action": out.action[0],
-            "reward": reward,
-            "discount": discount,
-            "next_observation": pytree.tree_map(lambda x: x[steps, envs], t.observation),
-            "weight": (~last[0]).to(reward.dtype),
-        }
-        return Batch(pytree.tree_map(lambda x: x[None], row))
+        reward = trajectory.timestep.reward[1:].clamp(-self.reward_clip, self.reward_clip)
+        return Batch(transitions(trajectory, reward, discount=self.discount))
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """Of eq. 1 of Rainbow."""

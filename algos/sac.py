@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
-from torchpod.algos.ddpg import Critic, box_range, transitions
+from torchpod.algos.ddpg import Critic, box_range
 from torchpod.nets import Encoder, make_torso, orthogonal
 from torchpod.ops.distributions import categorical_entropy
+from torchpod.replay import transitions
 from torchpod.specs import Discrete, EnvSpec
 from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
@@ -133,7 +134,8 @@ class SAC(Agent):
 
         Drawn here, because a program that computes gradients is slower to compile and to run with draws among them.
         """
-        rows = transitions(trajectory, discount=self.discount, reward_scale=self.reward_scale)
+        reward = trajectory.timestep.reward[1:] * self.reward_scale
+        rows = transitions(trajectory, reward, discount=self.discount)
         noise, next_noise = random.normal(keys, 2 * self.num_actions)[None].chunk(2, -1)
         rows["action"] = ((rows["action"] - self.center) / self.scale).flatten(2)
         return Batch(rows | {"noise": noise, "next_noise": next_noise})
@@ -206,7 +208,8 @@ class DiscreteSAC(SAC):
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """See `transitions`."""
-        return Batch(transitions(trajectory, discount=self.discount, reward_scale=self.reward_scale))
+        reward = trajectory.timestep.reward[1:] * self.reward_scale
+        return Batch(transitions(trajectory, reward, discount=self.discount))
 
 
 def sac_agent(spec: EnvSpec, config: SACConfig = SACConfig()) -> SAC:

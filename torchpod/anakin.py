@@ -21,7 +21,8 @@ from torchpod.env import Env
 from torchpod.episodes import Episodes, count_episodes, mean_metrics
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
-from torchpod.replay import Priorities, ReplayConfig, ReplayLearner
+from torchpod.replay import Priorities, ReplayConfig
+from torchpod.replay.learning import ReplayLearner
 from torchpod.reuse_forward import ReuseForward
 from torchpod.rollout import Step, make_step, start, unroll
 from torchpod.through_env import Tape, ThroughEnv

@@ -1,4 +1,4 @@
-"""The command line: `torchpod train | eval | plot | warmup | list | doctor | bench`, a thin layer over modules."""
+"""The command line: `torchpod train | eval | export | plot | warmup | list | doctor | bench`, a thin layer over modules."""
 
 import argparse
 import os
@@ -21,6 +21,7 @@ from torchpod.watched import HostError
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode
+torchpod export RUN [--out FILE]  write the greedy policy as a program of torch.export, which needs no torchpod
 torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod warmup [KEY=VALUE ...]   compile all that a run with these settings needs, for the runs that follow
 torchpod list envs|algos|experiments|losses
@@ -122,6 +123,18 @@ def _eval(rest: list[str]) -> int:
     return 0
 
 
+def _export(rest: list[str]) -> int:
+    from torchpod.export_run import export_run
+
+    parser = argparse.ArgumentParser("torchpod export")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path, default=None, help="a .pt2 file; default: policy.pt2 in the run folder")
+    parser.add_argument("--member", type=int, default=None, help="of a population")
+    options = parser.parse_args(rest)
+    print(export_run(options.run, out=options.out, member=options.member))
+    return 0
+
+
 def _plot(rest: list[str]) -> int:
     from torchpod.plot import plot
 
@@ -169,6 +182,7 @@ def _bench(rest: list[str]) -> int:
 
 COMMANDS: dict[str, Any] = {
     "eval": _eval,
+    "export": _export,
     "plot": _plot,
     "warmup": _warmup,
     "list": _list,

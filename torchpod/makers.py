@@ -1,6 +1,7 @@
 """Environments and agents from their configuration: the ones shipped by name, a user's own by file."""
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import sys
@@ -13,6 +14,7 @@ from torchpod import algos, envs
 from torchpod.agent import Agent
 from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, nearest
 from torchpod.env import Env, close_all
+from torchpod.envs.host.torchrl import TorchRL
 from torchpod.envs.transforms import TRANSFORMS
 from torchpod.specs import EnvSpec
 from torchpod.watched import sentence
@@ -77,6 +79,9 @@ def _make_bare(config: dict[str, Any]) -> Env:
             return envs.Gymnasium(_HostMaker(str(Path(config["name"]).resolve()), arguments, maker), **wrapping)
         if "brax.envs" in sys.modules and isinstance(env, sys.modules["brax.envs"].Env):
             env = envs.Brax(env)
+        if "torchrl.envs" in sys.modules and isinstance(env, sys.modules["torchrl.envs"].EnvBase):
+            env.close(raise_if_closed=False)  # pyright: ignore[reportCallIssue]: EnvBase is known at run time alone
+            env = TorchRL(functools.partial(maker, **arguments))
     except Exception as error:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {told}") from error

@@ -107,6 +107,24 @@ def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_ranks
     assert [row["env_steps"] for row in rows[0]] == [row["env_steps"] for row in rows[1]]
 
 
+def test_two_ranks_learn_the_same_from_replay_of_their_own_and_are_resumed(tmp_path: Path):
+    small = [x for x in SMALL if not x.startswith("algo.unroll_length")]
+    dqn = ("algo=dqn", "env=cartpole", "algo.replay.prioritised=true", "algo.replay.batch_size=32")
+    for more in (f"total_env_steps={40 * 64}", f"total_env_steps={50 * 64}"):
+        begun = (tmp_path / "run").exists()
+        options = [f"resume={tmp_path / 'run'}"] if begun else [*small, *dqn, f"run_dir={tmp_path / 'run'}"]
+        result = torchrun(tmp_path, "-m", "torchpod", "train", *options, more)
+        assert result.returncode == 0, result.stderr
+    last = checkpoint.latest(tmp_path / "run")
+    assert {"replay-0.json", "replay-1.json"} < {path.name for path in last.iterdir()}
+    states = [torch.load(last / f"state-{rank}.pt", weights_only=True) for rank in range(2)]
+    learned = [name for name in states[0] if name.startswith(".learner.params")]
+    assert int(states[0][".iteration"]) == 50 and int(states[0][".learner.num_steps"]) > 0
+    assert all(torch.equal(states[0][name], states[1][name]) for name in learned) and learned
+    trees = [torch.cat([x for name, x in state.items() if name.startswith(".priorities.tree")]) for state in states]
+    assert not torch.equal(*trees)  # each has seen its own environments
+
+
 @pytest.mark.slow
 def test_a_run_of_two_ranks_is_stopped_resumed_and_ends_like_one_left_alone(tmp_path: Path):
     overrides = (*MLP, *SMALL, f"total_env_steps={40 * ITERATION}")

@@ -1,6 +1,7 @@
 """docs/gymnasium.md: its Python blocks run, one after the other, as a reader would run them."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)  # training writes its run folders here
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_env", raising=False)  # of another test
     (tmp_path / "my_env.py").write_text(BLOCKS[0])
     names: dict[str, object] = {"__name__": "__main__"}
     for block in BLOCKS[1:]:

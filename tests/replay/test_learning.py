@@ -13,7 +13,8 @@ from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import LearnerConfig
-from torchpod.replay import Priorities, ReplayConfig, ReplayLearner
+from torchpod.replay import Priorities, ReplayConfig
+from torchpod.replay.learning import ReplayLearner
 from torchpod.types import Batch, LossOutput
 
 B, T, M, R = 4, 6, 2, 16

@@ -133,7 +133,7 @@ def make_torso(
 class Encoder(nn.Module):
     """Picks the network that fits an observation spec: `torso` for `[H, W, C]`, else an MLP on everything flattened.
 
-    Images of bytes are scaled to [0, 1]. A dict observation is flattened and concatenated in the order of its keys,
+    Bytes are scaled to [0, 1]. A dict observation is flattened and concatenated in the order of its keys,
     without its `action_mask`.
 
     Args:
@@ -155,7 +155,6 @@ class Encoder(nn.Module):
         leaves: list[Any] = [spec[k] for k in self.names] if isinstance(spec, dict) and self.names else [spec]
         self.event_dims = [len(leaf.shape) for leaf in leaves]
         self.is_image = torso is not None and len(leaves) == 1 and len(leaves[0].shape) == 3
-        self.is_bytes = leaves[0].dtype == torch.uint8
         if torso is not None and self.is_image:
             self.net: CNN | MLP = torso(leaves[0].shape)
         else:
@@ -169,10 +168,14 @@ class Encoder(nn.Module):
         else:
             leaves = [observation]
         if self.is_image:
-            return self.net(leaves[0].float() / 255 if self.is_bytes else leaves[0].float())
+            return self.net(_scaled(leaves[0]))
         pairs = zip(leaves, self.event_dims, strict=True)
-        flat = [leaf.float().reshape(*leaf.shape[: leaf.ndim - dims], -1) for leaf, dims in pairs]
+        flat = [_scaled(leaf).reshape(*leaf.shape[: leaf.ndim - dims], -1) for leaf, dims in pairs]
         return self.net(flat[0] if len(flat) == 1 else torch.cat(flat, -1))
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return x.float() / 255 if x.dtype == torch.uint8 else x.float()
 
 
 class GRUCell(nn.Module):

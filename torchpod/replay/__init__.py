@@ -1,6 +1,6 @@
 """Replay: what was seen is kept on the device, and learned from again."""
 
 from torchpod.replay.buffer import Priorities, ReplayBuffer, ReplayConfig, Sample
-from torchpod.replay.learning import ReplayLearner
+from torchpod.replay.transitions import transitions
 
-__all__ = ["Priorities", "ReplayBuffer", "ReplayConfig", "ReplayLearner", "Sample"]
+__all__ = ["Priorities", "ReplayBuffer", "ReplayConfig", "Sample", "transitions"]

@@ -25,7 +25,8 @@ from torchpod.env import Env, close_all
 from torchpod.episodes import count_episodes
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig, LearnerState
-from torchpod.replay import ReplayConfig, ReplayLearner
+from torchpod.replay import ReplayConfig
+from torchpod.replay.learning import ReplayLearner
 from torchpod.rollout import Step, make_step, start
 from torchpod.sebulba.actor import Act, Actor, Pool, make_act
 from torchpod.sebulba.exchange import Item, Phases

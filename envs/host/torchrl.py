@@ -1,0 +1,199 @@
+"""TorchRL environments as host environments: any `torchrl.envs.EnvBase`, with its transforms."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchpod import random
+from torchpod.envs.host.gymnasium import host_timestep
+from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
+from torchpod.types import TimeStep, Tree
+
+
+class TorchRL:
+    """A batch of `torchrl.envs.EnvBase` behind the contract of `Env`; state None, everything on the CPU.
+
+    Where an episode is over, the next step resets it instead, and is its `FIRST`; the others step meanwhile. The keys
+    of `init` seed the environments, once; the keys of `step` are not used. An observation of one entry is that tensor,
+    of more a dict by their names. One-hot actions become Discrete; float actions are clipped to their bounds, and where
+    those differ from entry to entry, the spec says [-1, 1] and actions are scaled.
+
+    Args:
+      make: a function that returns an EnvBase of batch size `[]`, of which there will be one per row, or `[n]`, of
+        which there will be one for n rows; also the class itself. If it has an argument `num_envs`, it is called with
+        the number of rows, and returns one of that batch size.
+
+    Raises:
+      ValueError: for a batch of more axes; if the observation has other entries than float, integer or bool tensors;
+        if the action is no single one-hot, categorical or bounded tensor; or if the reward is not one number.
+    """
+
+    traits = HOST
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._sized = "num_envs" in inspect.signature(make).parameters
+        self._parts: list[_Part] = []
+        probe = make(num_envs=1) if self._sized else make()
+        try:
+            self._rows = _rows(probe)
+            name = getattr(make, "__name__", type(probe).__name__)
+            observation = {key: _spec_of(leaf, probe, key) for key, leaf in _leaves(probe.observation_spec)}
+            self._names = list(observation)
+            if probe.full_reward_spec[probe.reward_key].shape[len(probe.batch_size) :].numel() != 1:
+                raise ValueError(f"{name}: its reward has the shape {list(probe.reward_spec.shape)}; use one number.")
+            action, self._to_native = _action_of(probe, name)
+        finally:
+            probe.close(raise_if_closed=False)
+        whole: SpecTree = observation if len(observation) > 1 else next(iter(observation.values()))
+        self.spec = EnvSpec(name, whole, action, truncates_early=True)
+
+    def init(self, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.init`; a second call begins again, with new environments.
+
+        Raises:
+          ValueError: if there are not as many keys as rows in whole environments.
+        """
+        self.close()
+        total, rows = keys.shape[0], keys.shape[0] if self._sized else self._rows
+        if total % rows:
+            raise ValueError(
+                f"{self.spec.name} has {rows} rows each, and num_envs={total} is no multiple of that; let its maker "
+                "take an argument num_envs, or choose another number."
+            )
+        for seed in random.bits(keys[::rows], 1)[:, 0].tolist():
+            env = self._make(num_envs=rows) if self._sized else self._make()
+            self._parts.append(_Part(env, rows))
+            env.set_seed(seed % 2**31)
+        self._was_last = np.ones(total, bool)
+        observations = [part.reset(None) for part in self._parts]
+        no = np.zeros(total, bool)
+        return None, self._timestep(observations, np.zeros(total, np.float32), no, no)
+
+    def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.step`."""
+        if not self._parts:
+            raise RuntimeError(f"{self.spec.name}: init() comes before step().")
+        native, rows = self._to_native(action.detach()), len(self._was_last) // len(self._parts)
+        resets = torch.from_numpy(self._was_last).split(rows)
+        found = [part.step(*x) for part, *x in zip(self._parts, native.split(rows), resets, strict=True)]
+        observations, *outcome = zip(*found, strict=True)
+        return None, self._timestep(observations, *(torch.cat(x).numpy() for x in outcome))
+
+    def close(self) -> None:
+        """Closes the environments."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.env.close(raise_if_closed=False)
+
+    def _timestep(self, observations: Any, *outcome: np.ndarray) -> TimeStep:
+        specs = self.spec.observation if isinstance(self.spec.observation, dict) else {"": self.spec.observation}
+        columns = zip(*observations, strict=True)
+        named = {name: torch.cat(x).to(specs[name].dtype) for name, x in zip(specs, columns, strict=True)}
+        timestep, self._was_last = host_timestep(named if "" not in specs else named[""], self._was_last, *outcome)
+        return timestep
+
+
+class _Part:
+    """One environment of TorchRL, as `rows` rows."""
+
+    def __init__(self, env: Any, rows: int) -> None:
+        self.env, self._rows = env, rows
+        self._keys = [key for key, _ in _nested(env.observation_spec)]
+        self._now: Any = None
+
+    def reset(self, rows: Tensor | None) -> list[Tensor]:
+        """The first observations of all rows, or of some and the newest of the others."""
+        if rows is None or not self.env.batch_size:
+            self._now = self.env.reset()
+        else:
+            self._now = self.env.reset(self._now.set("_reset", self._mask(rows)))
+        return self._observations(self._now)
+
+    def step(self, action: Tensor, resets: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Observations `[rows, ...]`; reward, terminated and truncated `[rows]`; all but the first unsaid at resets."""
+        no = torch.zeros(self._rows, dtype=torch.bool)
+        if resets.all():
+            return self.reset(resets), no.float(), no, no
+        env, now = self.env, self._now
+        now = now.set(
+            env.action_key, action.to(env.device or "cpu").reshape(env.full_action_spec[env.action_key].shape)
+        )
+        if resets.any() and env.batch_locked:  # who can let single rows wait does; what others make of them is not read
+            now = now.set("_step", self._mask(~resets))
+        stepped = env.step(now)
+        stepped.pop("_step", None)
+        after, self._now = stepped["next"], env.step_mdp(stepped)
+        reward = self._column(after[env.reward_key])
+        terminated = self._column(after["terminated"])
+        ended = self._column(after["done"]) | terminated
+        seen = self.reset(resets) if resets.any() else self._observations(self._now)
+        return seen, reward, terminated, ended & ~terminated
+
+    def _mask(self, rows: Tensor) -> Tensor:
+        return rows.reshape(self.env.full_done_spec["done"].shape).to(self.env.device or "cpu", copy=True)
+
+    def _observations(self, tensordict: Any) -> list[Tensor]:
+        skipped = len(self.env.batch_size)
+        return [
+            x.reshape(self._rows, *x.shape[skipped:]).to("cpu", copy=True)
+            for x in (tensordict[key] for key in self._keys)
+        ]
+
+    def _column(self, x: Tensor) -> Tensor:
+        return x.reshape(self._rows).to("cpu", copy=True)
+
+
+def _rows(env: Any) -> int:
+    if len(env.batch_size) > 1:
+        raise ValueError(f"{type(env).__name__} has the batch size {list(env.batch_size)}; use one axis, or none.")
+    return env.batch_size.numel()
+
+
+def _nested(spec: Any) -> list[tuple[Any, Any]]:
+    return list(spec.items(include_nested=True, leaves_only=True))
+
+
+def _leaves(spec: Any) -> list[tuple[str, Any]]:
+    """Names and specs of all entries; parts of a nested name are joined by a dot."""
+    return [(key if isinstance(key, str) else ".".join(key), leaf) for key, leaf in _nested(spec)]
+
+
+def _spec_of(leaf: Any, env: Any, name: str) -> SpecTree:
+    from torchrl.data import Categorical
+
+    shape, dtype = tuple(leaf.shape[len(env.batch_size) :]), leaf.dtype
+    if dtype is None or not isinstance(getattr(leaf, "dtype", None), torch.dtype):
+        raise ValueError(f"{type(env).__name__}: the observation {name} is {leaf}; use tensors.")
+    if isinstance(leaf, Categorical) and not shape and dtype != torch.bool:
+        return Discrete(int(leaf.space.n))
+    return Array(shape, dtype if dtype in (torch.uint8, torch.bool) else torch.float32)
+
+
+def _action_of(env: Any, name: str) -> tuple[Box | Discrete, Callable[[Tensor], Tensor]]:
+    """The spec of an action, and the function that turns actions `[B, ...]` of it into those of TorchRL."""
+    from torchrl.data import Bounded, Categorical, MultiOneHot, OneHot
+
+    if len(env.action_keys) != 1:
+        raise ValueError(f"{name} has the actions {env.action_keys}; use an environment with one.")
+    spec = env.full_action_spec[env.action_key]
+    shape = tuple(spec.shape[len(env.batch_size) :])
+    if isinstance(spec, OneHot) and not isinstance(spec, MultiOneHot):
+        num, dtype = shape[-1], spec.dtype
+        return Discrete(num), lambda action: torch.nn.functional.one_hot(action, num).to(dtype)
+    if isinstance(spec, Categorical) and shape in ((), (1,)):
+        return Discrete(int(spec.space.n)), lambda action: action.to(spec.dtype).reshape(-1, *shape)
+    if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
+        raise ValueError(
+            f"{name}: its action is {type(spec).__name__} {list(shape)}; use OneHot, Categorical or Bounded."
+        )
+    low, high = (x.cpu()[(0,) * len(env.batch_size)] for x in (spec.low, spec.high))
+    if (low == low.flatten()[0]).all() and (high == high.flatten()[0]).all():
+        box = Box(shape, float(low.flatten()[0]), float(high.flatten()[0]))
+        return box, lambda action: action.clamp(low, high).to(spec.dtype)
+    center, half = (high + low) / 2, (high - low) / 2
+    return Box(shape, -1.0, 1.0), lambda action: (center + half * action).clamp(low, high).to(spec.dtype)

@@ -1,0 +1,46 @@
+"""docs/replay.md: its Python blocks run, its commands are settings that exist, and its table is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchpod import random
+from torchpod.algos.dqn import DQN
+from torchpod.config import load
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.minatar.breakout import Breakout
+from torchpod.replay import ReplayBuffer, ReplayConfig
+from torchpod.rollout import make_step, start, unroll
+
+PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
+TEXT = PAGE.read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def test_the_blocks_run_and_the_agent_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_dqn.py").write_text(BLOCKS[0])
+    exec(compile(BLOCKS[1], str(PAGE), "exec"), {"__name__": "__main__"})
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 50  # 22 at random
+
+
+def test_the_commands_are_settings_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_dqn.py").write_text(BLOCKS[0])
+    commands = re.findall(r"^torchpod train (.*)$", TEXT, re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        assert load(command.partition("  #")[0].split()).algo.replay is not None
+
+
+@pytest.mark.parametrize(("env", "told"), [(CartPole(), "36"), (Breakout(), "1,620")], ids=["cartpole", "breakout"])
+def test_a_step_takes_what_the_table_says(env, told):
+    buffer = ReplayBuffer(ReplayConfig(capacity=64, min_size=1), num_envs=4, unroll_length=4, length=1, sequences=False)
+    agent, keys = DQN(env.spec), random.split(random.key(0), 4)
+    carry = start(agent, env, keys)
+    variables = {**dict(agent.named_parameters()), **dict(agent.named_buffers())}
+    _, trajectory = unroll(make_step(agent, env), variables, carry, keys, keys, length=4)
+    buffer.insert(trajectory, torch.zeros((), dtype=torch.int64), ())
+    assert f"| {buffer.nbytes // (buffer.num_slots * 4):,} |" == f"| {told} |" and f"| {told} |" in TEXT

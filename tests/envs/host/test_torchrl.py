@@ -1,0 +1,163 @@
+"""TorchRL environments behind the contract: their own steps, their resets where ours are, and training in them."""
+
+import functools
+
+import pytest
+import torch
+from torchrl.data import Bounded, MultiOneHot, Unbounded
+from torchrl.envs import SerialEnv, StepCounter, TransformedEnv
+
+from torchpod import random
+from torchpod.config import ConfigError, load
+from torchpod.envs import Catch
+from torchpod.envs.host.torchrl import TorchRL
+from torchpod.interop.env_base import to_torchrl
+from torchpod.makers import make_env
+from torchpod.run import execute
+from torchpod.specs import Array, Box, Discrete
+from torchpod.testing import check_env
+from torchpod.types import FIRST, LAST, MID
+
+COUNT = """
+import torch
+from tensordict import TensorDict
+from torchrl.data import Categorical, Composite, OneHot, Unbounded
+from torchrl.envs import EnvBase
+
+class Count(EnvBase):
+    '''Where it is, and whether the last action was 1, the last coin of three; the third step is cut, action 2 ends.'''
+
+    def __init__(self, num_envs=None, limit=3):
+        size = torch.Size([] if num_envs is None else [num_envs])
+        super().__init__(batch_size=size)
+        self.limit, self.where, self.start = limit, torch.zeros(*size, 1), 0.0
+        self.observation_spec = Composite(observation=Unbounded(torch.Size([*size, 1])), shape=size)
+        self.action_spec = OneHot(3, shape=torch.Size([*size, 3]))
+        self.reward_spec = Unbounded(torch.Size([*size, 1]))
+        flag = Categorical(2, shape=torch.Size([*size, 1]), dtype=torch.bool)
+        self.done_spec = Composite(done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=size)
+
+    def _set_seed(self, seed):
+        self.start = seed % 7 / 8  # below 1: a count is a whole number on top
+
+    def _reset(self, tensordict, **kwargs):
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        fresh = torch.full_like(self.where, self.start)
+        self.where = fresh if mask is None else torch.where(mask, fresh, self.where)
+        return TensorDict({"observation": self.where.clone()}, self.batch_size)
+
+    def _step(self, tensordict):
+        self.where = self.where + 1
+        choice = tensordict["action"].to(torch.int64).argmax(-1, keepdim=True)
+        ended, cut = choice == 2, self.where.floor() >= self.limit
+        return TensorDict(
+            {
+                "observation": self.where.clone(),
+                "reward": choice.float(),
+                "terminated": ended,
+                "truncated": cut,
+                "done": ended | cut,
+            },
+            self.batch_size,
+        )
+"""
+NAMES: dict = {}
+exec(COUNT, NAMES)
+Count = NAMES["Count"]
+
+
+def keys(num, seed=0):
+    return random.split(random.key(seed), num)
+
+
+def serial(num_envs=1):
+    return SerialEnv(num_envs, Count)
+
+
+@pytest.mark.parametrize("make", [Count, lambda: Count(4), lambda num_envs=1: Count(num_envs), serial])
+def test_the_contract_holds_one_by_one_in_parts_and_in_one_batch(make):
+    check_env(TorchRL(make))
+
+
+@pytest.mark.parametrize("make", [Count, lambda: Count(1), lambda num_envs=1: Count(num_envs), serial])
+def test_episodes_end_as_ours_do_while_other_rows_go_on(make):
+    env = TorchRL(make)
+    assert env.spec.action == Discrete(3) and env.spec.observation == Array((1,))
+    _, timestep = env.init(keys(2))
+    assert timestep.step_type.tolist() == [FIRST, FIRST] and timestep.observation.dtype == torch.float32
+    found = [env.step(None, torch.tensor(row), keys(2))[1] for row in ([2, 0], [2, 1], [1, 0], [0, 2])]
+    assert [t.step_type.tolist() for t in found] == [[LAST, MID], [FIRST, MID], [MID, LAST], [MID, FIRST]]
+    assert [t.reward.tolist() for t in found] == [[2, 0], [0, 1], [1, 0], [0, 0]]
+    assert [t.discount.tolist() for t in found] == [[0, 1]] + [[1, 1]] * 3
+    assert [t.observation[:, 0].floor().tolist() for t in found] == [[1, 1], [0, 2], [1, 3], [2, 0]]
+    env.close()
+
+
+def test_seeds_are_of_the_keys_and_observations_are_not_written_to_later():
+    env = TorchRL(Count)
+    starts = env.init(keys(32))[1].observation
+    assert len(set(starts.flatten().tolist())) > 3
+    kept = starts.clone()
+    env.step(None, torch.zeros(32, dtype=torch.int64), keys(32))
+    assert torch.equal(starts, kept) and torch.equal(env.init(keys(32))[1].observation, starts)
+
+
+def test_there_and_back_is_the_environment_itself():
+    ours, wrapped = Catch(), TorchRL(lambda num_envs=1: to_torchrl(Catch(), num_envs))
+    assert wrapped.spec.action == ours.spec.action and wrapped.spec.observation.shape == (10, 5, 1)
+    state, timestep = wrapped.init(keys(4))
+    for t in range(1, 31):
+        state, timestep = wrapped.step(state, torch.tensor([0, 1, 2, 1]), keys(4))
+        assert timestep.step_type.tolist() == [(FIRST if t % 10 == 0 else LAST if t % 10 == 9 else MID)] * 4
+        assert (timestep.observation.sum((1, 2, 3)) <= 2).all()  # the ball and the paddle
+
+
+def test_several_entries_are_a_dict_and_bounds_are_scaled():
+    class Two(Count):
+        def __init__(self):
+            super().__init__()
+            self.action_spec = Bounded(low=torch.tensor([0.0, -4.0]), high=torch.tensor([1.0, 4.0]))
+
+        def _step(self, tensordict):
+            self.seen = tensordict["action"]
+            return super()._step(tensordict.clone().set("action", torch.tensor([1, 0, 0])))
+
+    env = TorchRL(lambda: TransformedEnv(Two(), StepCounter()))
+    assert env.spec.action == Box((2,), -1.0, 1.0)
+    assert env.spec.observation == {"observation": Array((1,)), "step_count": Array((1,))}
+    env.init(keys(2))
+    _, timestep = env.step(None, torch.tensor([[0.0, 0.5], [-3.0, 1.0]]), keys(2))
+    assert timestep.observation["step_count"].tolist() == [[1.0], [1.0]]
+    assert [part.env.base_env.seen.tolist() for part in env._parts] == [[0.5, 2.0], [0.0, 4.0]]
+
+
+def test_a_file_trains_in_sebulba(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_env.py").write_text(COUNT)
+    settings = ["algo=ppo", "loop=sebulba", "env=my_env.py:Count", "+env.limit=5", "num_envs=8"]
+    settings += ["algo.unroll_length=16", "total_env_steps=3072", "algo.learner.learning_rate=3e-3"]
+    run = execute(load([*settings, "compile=false", "logger.console=false", "evaluation.episodes=8"]))
+    # Action 2 pays most at once, and ends; 1 pays 1 five times, 2 in the last step one more.
+    assert run.summary["eval_return"]["mean"] >= 5.0
+
+
+def test_wrong_things_are_named(tmp_path):
+    class Wrong(Count):
+        def __init__(self, **specs):
+            super().__init__()
+            for name, spec in specs.items():
+                setattr(self, name, spec)
+
+    with pytest.raises(ValueError, match="its action is MultiOneHot .*use OneHot, Categorical or Bounded"):
+        TorchRL(functools.partial(Wrong, action_spec=MultiOneHot([2, 2])))
+    with pytest.raises(ValueError, match=r"its reward has the shape \[2\]; use one number"):
+        TorchRL(functools.partial(Wrong, reward_spec=Unbounded(2)))
+    with pytest.raises(ValueError, match=r"batch size \[2, 2\]; use one axis"):
+        TorchRL(lambda: SerialEnv(2, lambda: Count(2)))
+    with pytest.raises(ValueError, match="has 4 rows each, and num_envs=6 is no multiple"):
+        TorchRL(lambda: Count(4)).init(keys(6))
+    with pytest.raises(RuntimeError, match=r"init\(\) comes before step"):
+        TorchRL(Count).step(None, torch.zeros(2), keys(2))
+    (tmp_path / "bad.py").write_text(COUNT.replace("OneHot(3, shape=torch.Size([*size, 3]))", "Unbounded(1)"))
+    with pytest.raises(ConfigError, match="cannot be made with .*use OneHot, Categorical or Bounded"):
+        make_env(f"{tmp_path / 'bad.py'}:Count")

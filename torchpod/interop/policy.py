@@ -1,0 +1,93 @@
+"""A trained policy on its own: as a `TensorDictModule`, and as a plain module that `torch.export` takes whole."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchpod.agent import Agent, Variables, bind
+from torchpod.types import FIRST, MID, TimeStep, Tree
+
+if TYPE_CHECKING:
+    from tensordict.nn import TensorDictModule
+
+
+class Greedy(nn.Module):
+    """The greedy actions of an agent, with its parameters and buffers in it.
+
+    Feed-forward agents: `(observation) -> action`. Agents with a recurrent state: `(observation, first, state) ->
+    (action, state)`, where `first` `[B]` bool says which rows begin an episode, and `initial_state(B)` is what to begin
+    with.
+    """
+
+    def __init__(self, agent: Agent, variables: Variables) -> None:
+        super().__init__()
+        self._agent = [agent]  # in a list: its own parameters are not used, and are not those of this module
+        self._names = list(variables)
+        for i, value in enumerate(variables.values()):
+            self.register_buffer(f"variable_{i}", value.detach().clone())
+        self.has_state = bool(pytree.tree_leaves(agent.initial_state(1)))
+
+    def initial_state(self, batch_size: int) -> Tree:
+        """See `Agent.initial_state`."""
+        device = next(self.buffers()).device
+        return pytree.tree_map(lambda x: x.to(device), self._agent[0].initial_state(batch_size))
+
+    def forward(self, observation: Tree, first: Tensor | None = None, state: Tree = ()) -> Any:
+        """Actions `[B]` int64 or `[B, A]` float32 for observations `[B, ...]`; see the class."""
+        size, device = (leaf := pytree.tree_leaves(observation)[0]).shape[0], leaf.device
+        zero = torch.zeros(size, device=device)
+        no = torch.zeros(size, dtype=torch.bool, device=device)
+        started = no if first is None else first
+        step_type = torch.where(started, FIRST, MID).to(torch.int32)
+        extras: dict[str, Tree] = {"raw_reward": zero, "game_over": no}
+        timestep = TimeStep(step_type, zero, zero + 1.0, observation, extras)
+        keys = torch.zeros(size, 3, dtype=torch.int64, device=device)  # the greedy action draws nothing
+        variables = {name: getattr(self, f"variable_{i}") for i, name in enumerate(self._names)}
+        output, state = bind(self._agent[0], variables).act(timestep, state, keys, explore=False)
+        return (output.action, state) if self.has_state else output.action
+
+
+def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
+    """The greedy policy for TorchRL: reads `observation` `[B, ...]` and writes `action` `[B]` or `[B, A]`.
+
+    With a recurrent state it also reads `is_init` `[B, 1]` bool and `state`, and writes `("next", "state")`; TorchRL's
+    `InitTracker` and `TensorDictPrimer` bring the first two.
+
+    Args:
+      agent: the agent; its own parameters are not used.
+      variables: parameters and buffers; those of `variables_of`, or of a checkpoint.
+
+    Raises:
+      ValueError: if they are not those of the agent, or its recurrent state is no single tensor.
+    """
+    from tensordict.nn import TensorDictModule  # its import takes a second
+
+    known = {name for name, _ in (*agent.named_parameters(), *agent.named_buffers())}
+    if known != set(variables):
+        other = sorted(known ^ set(variables))
+        raise ValueError(f"the variables are not those of {type(agent).__name__}: {other[0]} is in one of them alone.")
+    greedy = Greedy(agent, variables)
+    if not greedy.has_state:
+        return TensorDictModule(_Flat(greedy), in_keys=["observation"], out_keys=["action"])
+    if not isinstance(greedy.initial_state(1), Tensor):
+        raise ValueError(f"the recurrent state of {type(agent).__name__} is a tree; policy_module needs one tensor.")
+    return TensorDictModule(
+        _Flat(greedy), in_keys=["observation", "is_init", "state"], out_keys=["action", ("next", "state")]
+    )
+
+
+class _Flat(nn.Module):
+    """What TorchRL hands over, as `Greedy` takes it."""
+
+    def __init__(self, greedy: Greedy) -> None:
+        super().__init__()
+        self.greedy = greedy
+
+    @torch.no_grad()
+    def forward(self, observation: Any, is_init: Tensor | None = None, state: Tensor | None = None) -> Any:
+        observation = observation.to_dict() if hasattr(observation, "to_dict") else observation
+        if is_init is None or state is None:
+            return self.greedy(observation)
+        return self.greedy(observation, is_init.reshape(-1), state)
