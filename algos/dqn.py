@@ -43,8 +43,8 @@ class DQNConfig:
     exploration_fraction: float = 0.2
     """Part of the run in which that share falls from 1."""
     epsilon_spread: float = 0.0
-    """Every environment has its own `epsilon ** (1 + epsilon_spread * u)`, u uniform; 7 is Ape-X's (Horgan et al. 2018,
-    https://arxiv.org/abs/1803.00933)."""
+    """Every environment has its own `epsilon ** (1 + epsilon_spread * u)`, u uniform. Ape-X has 7, with epsilon 0.4
+    (Horgan et al. 2018, https://arxiv.org/abs/1803.00933)."""
     reward_clip: float = math.inf
     target_rate: float = 0.02
     target_interval: int = 1

@@ -22,7 +22,10 @@ from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput, TimeStep
 
 @dataclass(frozen=True)
 class R2D2Config(DQNConfig):
-    """Sequences begin where unrolls began: `algo.unroll_length` is the distance between two."""
+    """Sequences begin where unrolls began.
+
+    `algo.unroll_length` is the distance between two: at most `length`, or the steps between are never learned from.
+    """
 
     hidden: tuple[int, ...] = (64,)
     recurrent: int = 64
@@ -38,6 +41,7 @@ class R2D2Config(DQNConfig):
     """Epsilon of eq. 1; 0: values are learned as they are."""
     largest_share: float = 0.9
     """Eta of section 2.3: of the largest TD error in the priority; the rest is the mean's."""
+    epsilon: float = 0.4
     epsilon_spread: float = 7.0
 
 

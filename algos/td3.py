@@ -17,7 +17,7 @@ from torchpod.types import Batch, Trajectory, Tree
 
 @dataclass(frozen=True)
 class TD3Config(DDPGConfig):
-    """Defaults: section 6.1 of the paper."""
+    """Noise, its clip and the delay are those of section 6.1; layers of 256 and no random start, unlike there."""
 
     policy_interval: int = 2
     """Updates of the critics per update of the policy and of all targets."""

@@ -150,7 +150,6 @@ class Anakin:
       ranks: all processes of the run.
       device: where everything lives.
       replay: what is kept, for an agent that learns from replay.
-      max_iterations_per_call: for which the replay buffer has room.
     """
 
     def __init__(
@@ -166,7 +165,6 @@ class Anakin:
         ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
         replay: ReplayConfig | None = None,
-        max_iterations_per_call: int = 8,
     ) -> None:
         if not (env.traits.pure and env.traits.capturable):
             raise ValueError(f"environment {env.spec.name} is not a pure tensor program; run it with loop=sebulba.")
@@ -182,10 +180,8 @@ class Anakin:
         self._count = compiler(count_episodes)
         self._through = self._reuse = self.replay = None
         if self.agent.replayed:
-            settings = {"num_envs": num_envs, "unroll_length": unroll_length, "slack": max_iterations_per_call}
-            self.replay = ReplayLearner(
-                self.agent, self.learner, replay or ReplayConfig(), compiler=compiler, **settings
-            )
+            sizes = {"num_envs": num_envs, "unroll_length": unroll_length}
+            self.replay = ReplayLearner(self.agent, self.learner, replay or ReplayConfig(), compiler=compiler, **sizes)
         elif self.agent.through_env:
             self._through = ThroughEnv(self.agent, env, learner=self.learner, compiler=compiler)
         elif self.agent.reuse_forward:
@@ -277,11 +273,8 @@ def train(
     until = anakin.num_iterations if until is None else until
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
     on_gpu, filled = anakin.device.type == "cuda", []
-    if anakin.replay and iterations_per_call > anakin.replay.buffer.slack:
-        raise ValueError(
-            f"iterations_per_call={iterations_per_call}: replay has room for {anakin.replay.buffer.slack}; make Anakin "
-            f"with max_iterations_per_call={iterations_per_call}."
-        )
+    if anakin.replay:
+        anakin.replay.check_calls(iterations_per_call)
     replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: not anakin.compiler.fell_back)
     compile_s = time.perf_counter() - began
     while iteration < until:

@@ -53,7 +53,7 @@ _AT_LEAST_1 = (
 _RANGES = {
     "learning_rate": (0.0, float("inf")),
     "max_grad_norm": (0.0, float("inf")),
-    "epsilon": (0.0, float("inf")),
+    "epsilon": (0.0, 1.0),
     "beta1": (0.0, 1.0),
     "beta2": (0.0, 1.0),
     "discount": (0.0, 1.0),

@@ -41,9 +41,9 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
     config = read_config(run_dir)
     if (config.population > 1) != (member is not None) or not 0 <= (member or 0) < config.population:
         raise ValueError(
-            f"{run_dir} is a population of {config.population}; choose with --member, from 0 to {config.population - 1}."
-            if config.population > 1
-            else f"--member {member} is for a population, and {run_dir} is none; leave it out."
+            f"--member {member} is for a population, and {run_dir} is none; leave it out."
+            if config.population == 1
+            else f"{run_dir} is a population; choose one with --member, from 0 to {config.population - 1}."
         )
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
@@ -60,9 +60,12 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
         close_all([env])
     policy = Greedy(agent, weights).eval()
     program, arguments = _exported(policy, pytree.tree_map(torch.clone, timestep.observation))
-    with checkpoint.writing(out):
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
         torch.export.save(program, out)
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise OSError(f"{out} cannot be written ({why}); name another file with --out FILE.pt2.") from error
     takes = ", ".join(f"{name} {_described(value)}" for name, value in arguments.items())
     gives = "(action, state)" if policy.has_state else "action"
     return f"wrote {out}: ({takes}) -> {gives}, of checkpoint {folder.name}"

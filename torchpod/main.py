@@ -1,4 +1,4 @@
-"""The command line: `torchpod train | eval | export | plot | warmup | list | doctor | bench`, a thin layer over modules."""
+"""The command line: `torchpod train | eval | export | plot | warmup | list | doctor | bench`, over modules."""
 
 import argparse
 import os

@@ -159,18 +159,23 @@ def _execute(
         return started
     state, resumed_at, wall_s = started
     run_dir = source or new_run_dir(config, ranks)
-    segments = None
-    if loop.replay is not None:
-        segments = Segments(loop.replay.buffer, run_dir, ranks.rank)
-        if source is not None:
-            broken = isinstance(loop, Sebulba) and not loop.restartable
-            segments.restore(checkpoint.latest(source), resumed_at, broken=broken)
     with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
         try:
-            keeper = _Keeper(config, run_dir, ranks, segments, resumed_at or None)
+            keeper = _Keeper(config, run_dir, ranks, _segments(loop, run_dir, source, resumed_at), resumed_at or None)
             return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
         finally:
             close_all([env])
+
+
+def _segments(loop: Anakin | Sebulba, run_dir: Path, source: Path | None, iteration: int) -> Segments | None:
+    """The files of the replay buffer, if there is one; it is filled from them if the run goes on."""
+    if loop.replay is None:
+        return None
+    segments = Segments(loop.replay.buffer, run_dir, loop.ranks.rank)
+    if source is not None:
+        broken = isinstance(loop, Sebulba) and not loop.restartable
+        segments.restore(checkpoint.latest(source), iteration, broken=broken)
+    return segments
 
 
 def _close(loop: Anakin | Sebulba) -> None:
@@ -198,7 +203,7 @@ def _start(
             if ranks.rank == 0:
                 print(f"{source} is finished; to go on, give more than total_env_steps={resumed_at * steps:_}.")
             summary = json.loads((source / "summary.json").read_text())
-            variables = state.learner.params | state.learner.buffers
+            variables = loop.learner.acting(state.learner)
             return Run(source, summary, loop.agent, variables)
         if isinstance(loop, Sebulba):
             state = loop.resume(state)
@@ -225,7 +230,7 @@ def _go_on(
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
         state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s, until)
-    variables = state.learner.params | state.learner.buffers
+    variables = loop.learner.acting(state.learner)
     if ranks.rank == 0:
         where = device if env.traits.pure else torch.device("cpu")
         try:
@@ -264,7 +269,7 @@ def _make_loop(
         "replay": config.algo.replay,
     }
     if config.loop.name == "anakin":
-        return Anakin(make, env, max_iterations_per_call=max(8, config.loop.iterations_per_call or 0), **settings)
+        return Anakin(make, env, **settings)
     return Sebulba(make, lambda: copy.copy(env), config=config.loop, actor_devices=_split(config)[0], **settings)
 
 
@@ -318,6 +323,10 @@ def _train(
         except NonFiniteError as error:
             path, wrong = keeper.dump(error), _not_finite(error.trajectory.timestep)
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
+            came_from = "the trajectory it came from is in"
+            if loop.replay:
+                came_from = "its rows came from replay; the newest trajectory is in"
+                wrong = wrong or _not_finite(loop.replay.buffer.storage)
             if wrong:
                 advice = f"The environment gave numbers that are not finite: {', '.join(wrong)}."
             if timing.steps and ranks.world_size == 1 and keeper.saved_at != int(state.iteration.flatten()[0]):
@@ -325,8 +334,7 @@ def _train(
             if keeper.saved_at is not None:
                 advice += f" Iteration {keeper.saved_at}, before it, is saved in {keeper.run_dir}."
             raise NonFiniteErrorInRun(
-                f"a gradient of iteration {error.iteration} is not finite; the trajectory it came from is in {path}. "
-                + advice
+                f"a gradient of iteration {error.iteration} is not finite; {came_from} {path}. " + advice
             ) from error
         except Exception as error:
             # Not with ranks: saving would wait for the others, which wait for this one.

@@ -83,7 +83,7 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]
     """Weighted sums, like the loss, hence means over the minibatch."""
     priority: Tensor | None = None
-    """`[R]`, new priorities for prioritised replay."""
+    """`[R]`, new priorities for prioritised replay: one per window that was sampled."""
     buffers: dict[str, Tensor] = {}
     """New values of scalar buffers of the agent, for the next minibatch: the mean over chunks and ranks, by rows."""
 

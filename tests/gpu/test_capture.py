@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from torchpod.algos.dqn import DQN, DQNConfig
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin, train
 from torchpod.bench import anakin_worker, gpu, gpu_checks, kernels
@@ -13,6 +14,7 @@ from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
+from torchpod.replay import ReplayConfig
 
 
 def build(env: str, num_envs: int, *, compiled: bool, device: str = "cpu"):
@@ -151,3 +153,32 @@ def test_a_loss_of_torchrl_is_captured_unless_it_falls_back(loss, captured):
     reports = [(report, replay.capture_s > 0) for report, replay in train(anakin, anakin.init(0))]
     assert [report.iteration for report, _ in reports] == [1, 2]
     assert all(was_captured == captured for _, was_captured in reports)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prioritised", [False, True])
+def test_an_iteration_with_replay_is_captured_and_equals_the_uncaptured_one(prioritised):
+    env, states = CartPole(max_episode_steps=9), []
+    for captured in (True, False):
+        anakin = Anakin(
+            lambda: DQN(env.spec, DQNConfig(hidden=(16,), n_step=3)),
+            env,
+            num_envs=16,
+            unroll_length=4,
+            num_iterations=30,
+            learner=LearnerConfig(num_epochs=1, num_minibatches=2),
+            compiler=Compiler(True),
+            device="cuda",
+            replay=ReplayConfig(capacity=640, batch_size=32, min_size=256, prioritised=prioritised),
+        )
+        state = anakin.init(0)
+        if captured:
+            *_, (_, replay) = train(anakin, state)
+            assert replay.capture_s > 0
+            states.append(replay.state)
+            continue
+        assert anakin.replay is not None
+        for i in range(30):
+            state, _ = (anakin.fill if i < anakin.replay.buffer.fill_iterations else anakin.iterate)(state)
+        states.append(state)
+    assert gpu_checks.different(*states) == []

@@ -223,7 +223,7 @@ def test_probabilities_are_priorities_to_the_power_alpha_and_weights_make_up_for
     # Drawn from strata, each leaf comes up as often as it should to within 2.
     assert (abs(count[leaves] - mass / mass.sum() * num) < 2).all()
     drawn = mass[np.searchsorted(leaves, sample.leaf.numpy())]
-    np.testing.assert_allclose(sample.weight.numpy(), (drawn / drawn.mean()) ** -beta, rtol=1e-4)
+    np.testing.assert_allclose(sample.weight.numpy(), (drawn / mass.sum() * ring.window * B) ** -beta, rtol=1e-4)
 
 
 def expected_leaves(reference, ring, priorities_of):
@@ -234,10 +234,16 @@ def expected_leaves(reference, ring, priorities_of):
     return leaves
 
 
-@pytest.mark.parametrize(("length", "sequences"), [(1, False), (3, False), (T, True), (6, True)])
-def test_at_all_times_the_leaves_are_those_of_what_may_be_sampled(seed, length, sequences):
+SHORT = [(5, False, 24), (1, False, 12), (9, False, 36)]
+"""Windows of replay in which what is complete at last is too old already."""
+
+
+@pytest.mark.parametrize(
+    ("length", "sequences", "capacity"), [(1, False, 60), (3, False, 60), (T, True, 60), (6, True, 60), *SHORT]
+)
+def test_at_all_times_the_leaves_are_those_of_what_may_be_sampled(seed, length, sequences, capacity):
     """New ones begin with the largest priority so far; resets, old and incomplete windows have none."""
-    ring = make(PRIORITISED, length, sequences)
+    ring = make(PRIORITISED, length, sequences, capacity)
     reference, priorities = Reference(ring), ring.priorities("cpu")
     assert isinstance(priorities, Priorities)
     rng, masses, largest = np.random.default_rng(seed), {}, 1.0
@@ -442,13 +448,13 @@ def test_a_capacity_that_does_not_fit_into_memory_is_refused_and_one_that_does_i
     ring.insert(trajectory, torch.tensor(0), ())
     # x, n, reward, discount, step_type, action, log_prob
     assert ring.nbytes == ring.num_slots * B * (8 + 4 + 4 + 4 + 4 + 8 + 4)
-    monkeypatch.setattr(buffer, "_free_bytes", lambda device: ring.nbytes - 1)
+    monkeypatch.setattr(buffer, "_free_bytes", lambda device: 1.1 * ring.nbytes)  # a tenth is left to the others
     with pytest.raises(ValueError, match=r"algo\.replay\.capacity=600 takes .*, 36 bytes per step") as error:
         make(capacity=600).insert(trajectory, torch.tensor(0), ())
     found = re.search(r"use at most algo\.replay\.capacity=(\d+)\.", str(error.value))
     assert found is not None
     make(capacity=int(found[1])).insert(trajectory, torch.tensor(0), ())  # the advice is good
-    monkeypatch.setattr(buffer, "_free_bytes", lambda device: ring.nbytes)
+    monkeypatch.setattr(buffer, "_free_bytes", lambda device: 1.12 * ring.nbytes)
     make(capacity=600).insert(trajectory, torch.tensor(0), ())
 
 

@@ -105,11 +105,30 @@ def test_nothing_is_learned_before_there_are_min_size_steps(seed, min_size, iter
     assert first.metrics["episodes"] >= B * full
 
 
-def test_a_run_may_end_before_anything_is_learned(seed):
+def test_a_run_that_ends_before_anything_is_learned_is_refused(seed):
+    assert replay_of(make(min_size=240, num_iterations=10)).buffer.fill_iterations == 9
+    with pytest.raises(ValueError, match=r"9 iterations of \d+ steps end before anything is learned.*min_size=240"):
+        make(min_size=240, num_iterations=9)
+
+
+def test_what_falls_over_the_run_falls_while_it_learns(seed):
+    """To 0 after the last iteration, however many have only collected."""
     anakin = make(min_size=240, num_iterations=30)
-    assert replay_of(anakin).buffer.fill_iterations == 9
-    ((report, state), *_) = run(anakin, anakin.init(seed), until=10)
-    assert report.iteration == 10 and state.learner.num_steps == M
+    *_, (_, state) = run(anakin, anakin.init(seed))
+    assert state.learner.num_steps == 21 * M
+    assert anakin.learner.acting(state.learner)["remaining"] == 0
+
+
+def test_as_many_priorities_as_windows_are_wanted(seed):
+    class Doubled(DQN):
+        def loss(self, batch, keys, target):
+            out = super().loss(batch, keys, target)
+            assert out.priority is not None
+            return out._replace(priority=out.priority.repeat(2))
+
+    anakin = make(cls=Doubled)
+    with pytest.raises(ValueError, match=rf"gives {2 * M * R} priorities for {M * R} windows"):
+        next(train(anakin, anakin.init(seed)))
 
 
 def by_hand(anakin, state, trajectory, keys):
@@ -273,7 +292,8 @@ def test_what_is_random_becomes_less_during_the_run(seed):
         if share == 0:
             assert greedy == pytest.approx(1)
     assert all(a > b for a, b in zip(remaining[:-1], remaining[1:], strict=True))
-    assert remaining[0] == pytest.approx(1 - 1 / 40) and remaining[-1] < 0.15
+    assert remaining[0] == pytest.approx(1 - 1 / (40 - replay_of(anakin).buffer.fill_iterations))
+    assert remaining[-1] < 0.1
 
 
 def test_several_iterations_per_call_are_as_many_single_ones(seed):
@@ -295,4 +315,5 @@ def test_prepare_and_loss_see_what_is_annealed(seed):
     first, *rest = run(anakin, anakin.init(seed), until=12)
     for i, (report, _) in enumerate([first, *rest]):
         for name in ("prepared", "learned"):
-            assert report.metrics[name].item() == pytest.approx(1 - i / 20, rel=1e-5)
+            falls_for = 20 - replay_of(anakin).buffer.fill_iterations
+            assert report.metrics[name].item() == pytest.approx(1 - i / falls_for, rel=1e-5)

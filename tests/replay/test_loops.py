@@ -20,7 +20,7 @@ from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import LearnerConfig
 from torchpod.main import main
-from torchpod.replay import ReplayConfig
+from torchpod.replay import ReplayBuffer, ReplayConfig
 from torchpod.run import execute
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.types import FIRST, LAST
@@ -155,6 +155,42 @@ def test_more_iterations_per_call_than_there_is_room_for_are_refused(seed):
     anakin = Anakin(agent(env), env, **settings(env))
     with pytest.raises(ValueError, match="replay has room for 8"):
         next(train_anakin(anakin, anakin.init(seed), iterations_per_call=9))
+    sebulba = Sebulba(agent(env), lambda: copy.copy(env), **settings(env))
+    with pytest.raises(ValueError, match="replay has room for 8"):
+        next(train(sebulba, sebulba.init(seed), iterations_per_call=9))
+
+
+def test_what_sebulba_has_reported_is_not_written_to_by_the_next_iteration(seed):
+    env = CartPole(max_episode_steps=7)
+    sebulba = Sebulba(agent(env), lambda: copy.copy(env), config=SebulbaConfig(lag=0), **settings(env))
+    reports = train(sebulba, sebulba.init(seed))
+    states, copies = [], []
+    for _, program in reports:
+        states.append(program.state.priorities)
+        copies.append(pytree.tree_map(torch.clone, states[-1]))
+    assert_equal(states, copies)
+    assert not torch.equal(copies[0].tree[0], copies[-1].tree[0])
+
+
+def test_nan_in_replay_is_looked_for_there(tmp_path: Path, monkeypatch):
+    """The rows of the update are not those of the newest trajectory."""
+    insert, count = ReplayBuffer.insert, 0
+
+    def broken(self, trajectory, iteration, priorities):
+        nonlocal count
+        insert(self, trajectory, iteration, priorities)
+        count += 1
+        if count == 12:
+            self.storage["timestep"]["reward"][: 4 * T] = torch.nan
+
+    monkeypatch.setattr(ReplayBuffer, "insert", broken)
+    with pytest.raises(FloatingPointError, match=r"rows came from replay.*gave numbers that are not finite: .*reward"):
+        execute(load([*SMALL, f"total_env_steps={30 * STEPS}", f"run_dir={tmp_path}/run"]))
+
+
+def test_the_policy_of_a_run_explores_as_it_did_at_its_end(tmp_path: Path):
+    run = execute(load([*SMALL, f"total_env_steps={30 * STEPS}", f"run_dir={tmp_path}/run"]))
+    assert run.variables["remaining"] == 0
 
 
 def test_files_that_no_checkpoint_needs_are_removed_and_a_damaged_one_is_named(tmp_path: Path):
@@ -173,7 +209,10 @@ def test_files_that_no_checkpoint_needs_are_removed_and_a_damaged_one_is_named(t
 
 
 def test_a_host_environment_that_begins_anew_leaves_no_transition_between_two_episodes(tmp_path: Path):
-    """The step before the break is cut off: it counts as the end of its episode, and not as a terminal one."""
+    """The step before the break is cut off: it counts as the end of its episode, and not as a terminal one.
+
+    Also after a second resume, of what the first one has written.
+    """
     gym = ("loop=sebulba", "env=gymnasium", "env.task=CartPole-v1")
     small = [x for x in SMALL if not x.startswith("env=")]
     assert main(["train", *small, *gym, f"total_env_steps={6 * STEPS}", f"run_dir={tmp_path}/run"]) == 0
@@ -186,10 +225,11 @@ def test_a_host_environment_that_begins_anew_leaves_no_transition_between_two_ep
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sebulba, "resume", resume)
-        assert main(["train", f"resume={tmp_path}/run", f"total_env_steps={9 * STEPS}"]) == 0
+        for until in (8, 9):
+            assert main(["train", f"resume={tmp_path}/run", f"total_env_steps={until * STEPS}"]) == 0
     steps = seen["loop"].replay.buffer.storage["timestep"]
-    at = 6 * T  # where it went on
-    assert (steps["step_type"][at] == FIRST).all() and (steps["step_type"][at - 1] == LAST).all()
+    for at in (6 * T, 8 * T):  # where it went on
+        assert (steps["step_type"][at] == FIRST).all() and (steps["step_type"][at - 1] == LAST).all()
     first = steps["step_type"][1 : 9 * T] == FIRST
     assert (steps["step_type"][: 9 * T - 1][first] == LAST).all()
 

@@ -27,7 +27,8 @@ class Greedy(nn.Module):
         self._names = list(variables)
         for i, value in enumerate(variables.values()):
             self.register_buffer(f"variable_{i}", value.detach().clone())
-        self.has_state = bool(pytree.tree_leaves(agent.initial_state(1)))
+        # What an agent that learns from single rows keeps, its policy does not depend on.
+        self.has_state = agent.recurrent and bool(pytree.tree_leaves(agent.initial_state(1)))
 
     def initial_state(self, batch_size: int) -> Tree:
         """See `Agent.initial_state`."""
@@ -45,6 +46,7 @@ class Greedy(nn.Module):
         timestep = TimeStep(step_type, zero, zero + 1.0, observation, extras)
         keys = torch.zeros(size, 3, dtype=torch.int64, device=device)  # the greedy action draws nothing
         variables = {name: getattr(self, f"variable_{i}") for i, name in enumerate(self._names)}
+        state = state if self.has_state else self.initial_state(size)
         output, state = bind(self._agent[0], variables).act(timestep, state, keys, explore=False)
         return (output.action, state) if self.has_state else output.action
 

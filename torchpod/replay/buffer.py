@@ -34,7 +34,7 @@ class ReplayConfig:
     """What is kept, and how it is sampled."""
 
     capacity: int = 100_000
-    """Steps that are sampled from, over all environments and ranks; the newest."""
+    """Steps that are sampled from, over all environments and ranks, the newest; rounded up to whole unrolls."""
     batch_size: int = 128
     """Rows, or sequences of a recurrent agent, per update, over all ranks."""
     min_size: int = 1_000
@@ -99,7 +99,7 @@ class ReplayBuffer:
         slack: int = 8,
     ) -> None:
         self.config, self.num_envs, self.unroll_length, self.length = config, num_envs, unroll_length, length
-        self.sequences, self.population, self.slack = sequences, population, slack
+        self.sequences, self.population, self.slack, self._num_ranks = sequences, population, slack, num_ranks
         self.axis = 0 if population == 1 else 1
         per_step = num_envs * num_ranks
         unrolls = -(-config.capacity // (per_step * unroll_length))
@@ -181,7 +181,8 @@ class ReplayBuffer:
             height = (strata + random.uniform(key, num)) / num * total
             leaf = sum_tree.find(priorities.tree, height)
             mass = priorities.tree[0][leaf]
-            weight = (mass / mass.mean()).clamp(min=1e-12) ** -beta
+            # By N times the probability, which ranks can compare.
+            weight = (mass / total * (self.window * self.num_envs)).clamp(min=1e-12) ** -beta
             first, env = leaf // self.num_envs * self._period, leaf % self.num_envs
         else:
             first, env = self._evenly(storage, end, num, key)
@@ -251,7 +252,8 @@ class ReplayBuffer:
         leaf = (unit[:, None] * num_envs + torch.arange(num_envs, device=end.device)).flatten()
         lead = priorities.largest.shape
         fresh = priorities.largest.reshape(*lead, 1, 1).expand(*lead, count, num_envs)
-        fresh = fresh * (new >= 0)[:, None]
+        # In a short window what is whole at last may be too old already.
+        fresh = fresh * ((new >= 0) & (new * period >= end - self.window))[:, None]
         if not self.sequences:
             is_last = self.storage["timestep"]["step_type"].index_select(self.axis, unit[:count]) == LAST
             fresh = fresh * ~is_last
@@ -295,12 +297,14 @@ class ReplayBuffer:
         needed = sum(math.prod(shape(name, x)) * x.element_size() for name, x in leaves)
         device = leaves[0][1].device
         free = _free_bytes(device)
-        if needed > free:
+        if needed > 0.9 * free:
             per_step = needed / (self.num_slots * self.num_envs)
+            rounding = (self.slack + 1) * self.unroll_length * self.num_envs
+            fitting = (int(0.9 * free / per_step) - rounding) * self._num_ranks
             raise ValueError(
                 f"algo.replay.capacity={self.config.capacity} takes {needed / 2**30:.1f} GiB, {per_step:,.0f} bytes "
                 f"per step, and {device} has {free / 2**30:.1f} GiB left; use at most "
-                f"algo.replay.capacity={int(self.config.capacity * 0.9 * free / needed)}."
+                f"algo.replay.capacity={max(0, fitting)}."
             )
         return {
             name: pytree.tree_map(lambda x, name=name: torch.zeros(shape(name, x), dtype=x.dtype, device=device), tree)
@@ -311,6 +315,10 @@ class ReplayBuffer:
 def _free_bytes(device: torch.device) -> float:
     """Memory that a device can still give."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except OSError:  # no Linux
+        return math.inf

@@ -26,7 +26,6 @@ class ReplayLearner:
       num_envs: B on this rank.
       unroll_length: T.
       compiler: how to compile.
-      slack: iterations per call to the device, at most.
 
     Raises:
       ValueError: if the settings do not fit.
@@ -41,7 +40,6 @@ class ReplayLearner:
         num_envs: int,
         unroll_length: int,
         compiler: Compiler,
-        slack: int = 8,
     ) -> None:
         if learner.config.num_epochs != 1:
             raise ValueError(
@@ -58,9 +56,24 @@ class ReplayLearner:
             sequences=agent.recurrent,
             num_ranks=learner.ranks.world_size,
             population=compiler.population,
-            slack=slack,
         )
+        learning = learner.num_iterations - self.buffer.fill_iterations
+        if learning < 1:
+            raise ValueError(
+                f"{learner.num_iterations} iterations of {num_envs * unroll_length * learner.ranks.world_size} steps "
+                f"end before anything is learned: replay samples from the iteration on that follows min_size="
+                f"{config.min_size} steps; raise total_env_steps, or lower algo.replay.min_size."
+            )
+        learner.num_iterations = learning  # what falls over the run falls while it learns
         self._draw = compiler(self._draw_one, fall_back=agent.may_fall_back)
+
+    def check_calls(self, iterations_per_call: int) -> None:
+        """Raises `ValueError` if a call to the device may overwrite what its repetition would need."""
+        if iterations_per_call > self.buffer.slack:
+            raise ValueError(
+                f"loop.iterations_per_call={iterations_per_call}: replay has room for {self.buffer.slack}; use at most "
+                "that."
+            )
 
     def store(
         self, state: LearnerState, trajectory: Trajectory, priorities: Priorities | tuple[()], iteration: Tensor
@@ -103,8 +116,14 @@ class ReplayLearner:
                     f"algo.replay.prioritised=true needs priorities, and the loss of {type(self.agent).__name__} gives "
                     "none; return LossOutput(..., priority=...), or set it to false."
                 )
+            priority = torch.cat(new, -1)
+            if priority.shape != leaf.shape:
+                raise ValueError(
+                    f"the loss of {type(self.agent).__name__} gives {priority.shape[-1]} priorities for "
+                    f"{leaf.shape[-1]} windows of replay; LossOutput.priority must have one per window."
+                )
             with span("priorities"):
-                self.buffer.write_back(priorities, leaf, torch.cat(new, -1))
+                self.buffer.write_back(priorities, leaf, priority)
         return state, metrics
 
     def _draw_one(

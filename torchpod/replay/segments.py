@@ -58,10 +58,13 @@ class Segments:
         return json.dumps(self._digests, indent=1).encode()
 
     def clean(self) -> None:
-        """Removes the files that no checkpoint needs."""
+        """Removes the files that no checkpoint needs; none if a checkpoint cannot be asked."""
         kept = set(self._digests)
-        for folder in all_of(self._run_dir):
-            kept |= set(json.loads(manifest_of(folder, self._rank)))
+        try:
+            for folder in all_of(self._run_dir):
+                kept |= set(json.loads(manifest_of(folder, self._rank)))
+        except CheckpointError:
+            return
         for path in self._folder.glob("*.pt"):
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -77,7 +80,8 @@ class Segments:
         Raises:
           CheckpointError: if a file is missing or damaged.
         """
-        self._digests, self._saved = json.loads(manifest_of(checkpoint, self._rank)), iteration
+        self._digests = json.loads(manifest_of(checkpoint, self._rank))
+        self._saved = max(0, iteration - broken)  # what is changed below is written again
         for name, digest in self._digests.items():
             if not (self._folder / name).is_file() or _digest(self._folder / name) != digest:
                 raise CheckpointError(
@@ -90,12 +94,13 @@ class Segments:
                 begin, end = _range(name)
                 flat = torch.load(self._folder / name, map_location="cpu", weights_only=True)
                 for path, x in pytree.tree_flatten_with_path(storage)[0]:
-                    part = flat.get(pytree.keystr(path))
-                    slots = self._slots(begin, end, pytree.keystr(path))
-                    shape = (*x.shape[: self._buffer.axis], len(slots), *x.shape[self._buffer.axis + 1 :])
+                    part, runs = flat.get(pytree.keystr(path)), self._runs(x, begin, end)
+                    sizes = [run.shape[self._buffer.axis] for run in runs]
+                    shape = (*x.shape[: self._buffer.axis], sum(sizes), *x.shape[self._buffer.axis + 1 :])
                     if part is None or part.dtype != x.dtype or part.shape != shape:
                         raise CheckpointError(f"{self._folder / name} does not fit this run: {pytree.keystr(path)}.")
-                    x.index_copy_(self._buffer.axis, slots.to(x.device), part.to(x.device))
+                    for run, piece in zip(runs, part.split(sizes, self._buffer.axis), strict=True):
+                        run.copy_(piece)
             if broken and iteration > 0:
                 last = torch.tensor([(iteration * self._buffer.unroll_length - 1) % self._buffer.num_slots])
                 storage["timestep"]["step_type"].index_fill_(self._buffer.axis, last, LAST)
@@ -105,15 +110,17 @@ class Segments:
     def _slice(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         flat = {pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(self._buffer.storage)[0]}
         return {
-            name: x.index_select(self._buffer.axis, self._slots(begin, end, name).to(x.device)).cpu()
+            name: torch.cat([part.cpu() for part in self._runs(x, begin, end)], self._buffer.axis)
             for name, x in flat.items()
         }
 
-    def _slots(self, begin: int, end: int, name: str) -> torch.Tensor:
-        """Where the iterations `begin ... end - 1` lie."""
-        length = 1 if name.startswith("['actor_state']") else self._buffer.unroll_length
-        size = self._buffer.num_slots // self._buffer.unroll_length * length
-        return torch.arange(begin * length, end * length) % size
+    def _runs(self, x: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
+        """Where the iterations `begin ... end - 1` lie: one piece of memory, or two around the end of the ring."""
+        axis, num = self._buffer.axis, self._buffer.num_slots // self._buffer.unroll_length
+        each, first, count = x.shape[axis] // num, begin % num, end - begin
+        before = min(count, num - first)
+        runs = [x.narrow(axis, first * each, before * each), x.narrow(axis, 0, (count - before) * each)]
+        return [run for run in runs if run.shape[axis]]
 
 
 def _range(name: str) -> tuple[int, int]:

@@ -80,7 +80,8 @@ class Program:
         if self._items:
             self._carry = side_by_side([take(item.states, self._sebulba.device)[1] for item in self._items])
         versions = [handed.tree for handed in self._exchange.versions()]
-        return self._state._replace(carry=self._carry, older=self._sebulba.older(versions))
+        priorities = pytree.tree_map(torch.clone, self._state.priorities)  # the next iteration writes to them
+        return self._state._replace(carry=self._carry, older=self._sebulba.older(versions), priorities=priorities)
 
     def __call__(self) -> dict[str, Tensor]:
         """One iteration; returns its metrics."""
@@ -138,6 +139,8 @@ def train(
       ActorError: if an actor thread failed, or an environment does not come back.
       NonFiniteError: if the gradient is not finite any more.
     """
+    if sebulba.replay:
+        sebulba.replay.check_calls(iterations_per_call)
     until = sebulba.num_iterations if until is None else until
     iteration, began = int(state.iteration), time.perf_counter()
     try:

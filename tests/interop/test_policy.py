@@ -1,0 +1,173 @@
+"""A policy as a TensorDictModule, and as a program of torch.export: the agent's own greedy actions."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchpod import checkpoint, random
+from torchpod.agent import variables_of
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.algos.sac import SAC, SACConfig
+from torchpod.config import load
+from torchpod.env import TensorEnv
+from torchpod.envs import CartPole, Catch, MemoryChain, Pendulum
+from torchpod.export_run import export_run
+from torchpod.interop import policy_module, to_tensordict
+from torchpod.main import main
+from torchpod.rollout import make_step, start, unroll
+from torchpod.run import execute
+from torchpod.specs import Array, Discrete, EnvSpec
+
+SMALL = ["compile=false", "logger.console=false", "num_envs=8", "total_env_steps=256", "algo.unroll_length=16"]
+SMALL += ["evaluation.episodes=2"]
+
+
+def greedy(agent, env, variables, num_envs=5, length=30):
+    """A trajectory of greedy actions."""
+    keys = random.split(random.key(0), num_envs)
+    carry = start(agent, env, keys)
+    return unroll(make_step(agent, env, explore=False), variables, carry, keys, keys, length=length)[1]
+
+
+def trained(folder, *overrides):
+    run = execute(load([*SMALL, *overrides, f"run_dir={folder}"]))
+    return run.agent, checkpoint.load_weights(checkpoint.latest(folder))
+
+
+def made(agent):
+    """Parameters that differ from those of the agent itself, and that decide something."""
+    params, buffers = variables_of(agent)
+    return {name: x + torch.randn_like(x) for name, x in params.items()} | buffers
+
+
+class Masked(TensorEnv):
+    """A dict with a mask that allows one action, another one in each row."""
+
+    spec = EnvSpec("masked", {"x": Array((2,)), "action_mask": Array((3,), torch.bool)}, Discrete(3), 5)
+
+    def reset(self, keys):
+        return random.uniform(keys, 2, 0.0, 3.0)
+
+    def transition(self, state, action, keys):
+        return random.uniform(keys, 2, 0.0, 3.0), action * 1.0, action == 3
+
+    def observe(self, state):
+        return {"x": state, "action_mask": torch.arange(3, device=state.device) == state[:, :1].floor()}
+
+
+@pytest.mark.parametrize(
+    ("env", "kind", "config"),
+    [
+        (CartPole(), PPO, PPOConfig(hidden=(8,), normalize_observation=True, normalize_reward=True)),
+        (Pendulum(), PPO, PPOConfig(hidden=(8,))),
+        (Pendulum(), SAC, SACConfig(hidden=(8,))),
+        (Catch(), PPO, PPOConfig(hidden=(8,))),
+        (Masked(), PPO, PPOConfig(hidden=(8,))),
+    ],
+)
+def test_a_module_takes_the_agents_greedy_actions(env, kind, config):
+    agent = kind(env.spec, config)
+    variables = made(agent)
+    steps = to_tensordict(greedy(agent, env, variables))
+    module = policy_module(agent, variables)
+    flat = module(steps.select("observation").reshape(-1))
+    assert module.in_keys == ["observation"] and not flat["action"].requires_grad
+    assert torch.allclose(flat["action"].float(), steps["action"].reshape(flat["action"].shape).float(), atol=1e-5)
+
+
+def test_a_module_with_a_memory_carries_it_and_forgets_where_an_episode_begins():
+    env = MemoryChain(memory_length=4)
+    agent = PPO(env.spec, PPOConfig(hidden=(8,), recurrent=8))
+    variables = made(agent)
+    steps, module = to_tensordict(greedy(agent, env, variables)), policy_module(agent, variables)
+    state = torch.zeros(5, 8)
+    for t in range(30):
+        row = steps[:, t].select("observation", "is_init").set("state", state)
+        row = module(row)
+        assert torch.equal(row["action"], steps["action"][:, t]), t
+        state = row["next", "state"] + 0.0
+    assert steps["is_init"].sum() > 5
+
+
+def test_wrong_variables_are_named():
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,)))
+    variables = made(agent) | {"other": torch.zeros(1)}
+    with pytest.raises(ValueError, match="not those of PPO: other is in one of them alone"):
+        policy_module(agent, variables)
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,), recurrent=4, normalize_reward=True))
+    with pytest.raises(ValueError, match="the recurrent state of PPO is a tree"):
+        policy_module(agent, made(agent))
+
+
+LOADED = """
+import sys
+sys.modules["torchpod"] = None  # an import of it fails
+import torch
+program = torch.export.load("policy.pt2").module()
+for size in (1, 7):
+    observation = torch.load("observation.pt")[:size]
+    assert torch.equal(program(observation), torch.load("action.pt")[:size])
+"""
+
+
+def test_an_exported_program_runs_without_torchpod_and_takes_the_same_actions(tmp_path: Path):
+    agent, weights = trained(tmp_path / "run", "env=cartpole")
+    told = export_run(tmp_path / "run", out=tmp_path / "policy.pt2")
+    assert told.startswith(f"wrote {tmp_path / 'policy.pt2'}: (observation float32 [B, 4]) -> action, of checkpoint ")
+    torch.manual_seed(0)
+    observation = torch.randn(7, 4)
+    action = policy_module(agent, weights)(TensorDict({"observation": observation}, [7]))["action"]
+    assert action.unique().tolist() == [0, 1]
+    torch.save(observation, tmp_path / "observation.pt")
+    torch.save(action, tmp_path / "action.pt")
+    done = subprocess.run([sys.executable, "-c", LOADED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("env", ["catch", "pendulum"])
+def test_images_and_continuous_actions_are_exported_into_the_run_folder(tmp_path: Path, env: str):
+    agent, weights = trained(tmp_path / "run", f"env={env}")
+    export_run(tmp_path / "run")
+    program = torch.export.load(tmp_path / "run" / "policy.pt2").module()
+    steps = to_tensordict(greedy(agent, {"catch": Catch, "pendulum": Pendulum}[env](), weights)).reshape(-1)
+    assert torch.allclose(program(steps["observation"]).float(), steps["action"].float(), atol=1e-5)
+
+
+def test_a_recurrent_policy_is_exported_with_its_state(tmp_path: Path):
+    agent, weights = trained(tmp_path / "run", "env=memory_chain", "algo.agent.recurrent=8")
+    assert "(observation float32 [B, 3], first bool [B], state float32 [B, 8]) -> (action, state)" in export_run(
+        tmp_path / "run"
+    )
+    program = torch.export.load(tmp_path / "run" / "policy.pt2").module()
+    steps, state = to_tensordict(greedy(agent, MemoryChain(), weights, length=60)), torch.zeros(5, 8)
+    for t in range(60):
+        action, state = program(steps["observation"][:, t], steps["is_init"][:, t, 0], state)
+        assert torch.equal(action, steps["action"][:, t]), t
+
+
+def test_members_of_a_population_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _, weights = trained(tmp_path / "run", "env=cartpole", "population=2")
+
+    def error(*arguments):
+        assert main(["export", *arguments]) == 1
+        return capsys.readouterr().err.removeprefix("torchpod: error: ").strip()
+
+    assert error("run") == "run is a population; choose one with --member, from 0 to 1."
+    assert error("run", "--member", "2") == "run is a population; choose one with --member, from 0 to 1."
+    assert main(["export", "run", "--member", "1"]) == 0
+    program = torch.export.load("run/policy.pt2")
+    stored = program.state_dict.values()
+    assert any(torch.equal(x, weights["policy.weight"][1]) for x in stored)
+    assert error("nowhere").startswith("nowhere is no run folder")
+    assert error("run", "--out", "x.onnx") == "--out x.onnx must end in .pt2, which is what torch.export.load reads."
+    assert error("run/members/0", "--member", "1").startswith(
+        "--member 1 is for a population, and run/members/0 is none"
+    )
+    (tmp_path / "file").touch()
+    message = error("run", "--member", "0", "--out", "file/x.pt2")
+    assert message.startswith("file/x.pt2 cannot be written (") and message.endswith("with --out FILE.pt2.")
