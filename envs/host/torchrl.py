@@ -42,6 +42,11 @@ class TorchRL:
         try:
             self._rows = _rows(probe)
             name = getattr(make, "__name__", type(probe).__name__)
+            if len(probe.reward_keys) != 1 or "terminated" not in probe.done_keys:
+                raise ValueError(
+                    f"{name} has the rewards {probe.reward_keys} and the ends {probe.done_keys}; use an environment "
+                    "with one of each, not in groups."
+                )
             observation = {key: _spec_of(leaf, probe, key) for key, leaf in _leaves(probe.observation_spec)}
             self._names = list(observation)
             if probe.full_reward_spec[probe.reward_key].shape[len(probe.batch_size) :].numel() != 1:

@@ -94,4 +94,5 @@ def test_commands_of_the_pages_run(command, folder):
     done = min((folder / "runs" / "cartpole").iterdir())  # the first: later commands add theirs
     words = shlex.split(command.replace("<run>", done.name).replace("RUN...", str(done)).replace("RUN", str(done)))
     trains = "train" in words and not any(word.startswith("resume=") for word in words)
-    assert run(folder, [*words, *(SMALL if trains else [])])
+    replays = ["algo.replay.min_size=1"] if "experiment=sac_pendulum" in words else []
+    assert run(folder, [*words, *([*SMALL, *replays] if trains else [])])

@@ -103,6 +103,8 @@ def test_what_outlives_an_episode_is_kept_and_a_cut_in_the_middle_begins_anew():
     assert place[:, 1].tolist() == [0, 1, 0] and place[:, 2].tolist() == [1, 0, 0]
     assert (place[:, 0] == floor).tolist() == [True, True, False]
     assert not again["done"].any()
+    later = env.step(again.set("action", torch.zeros(3, dtype=torch.int64)))["next", "observation", "place"]
+    assert torch.equal(later, place + torch.tensor([0.0, 1.0, 0.0]))  # the state is what was seen
 
 
 def test_rows_that_are_done_wait_until_all_are():

@@ -83,14 +83,15 @@ def test_a_module_with_a_memory_carries_it_and_forgets_where_an_episode_begins()
     env = MemoryChain(memory_length=4)
     agent = PPO(env.spec, PPOConfig(hidden=(8,), recurrent=8))
     variables = made(agent)
-    steps, module = to_tensordict(greedy(agent, env, variables)), policy_module(agent, variables)
+    trajectory, module = greedy(agent, env, variables), policy_module(agent, variables)
+    steps = to_tensordict(trajectory)
     state = torch.zeros(5, 8)
     for t in range(30):
         row = steps[:, t].select("observation", "is_init").set("state", state)
         row = module(row)
         assert torch.equal(row["action"], steps["action"][:, t]), t
         state = row["next", "state"] + 0.0
-    assert steps["is_init"].sum() > 5
+    assert steps["is_init"].sum() > 5 and torch.allclose(state, trajectory.last_actor_state, atol=1e-6)
 
 
 def test_wrong_variables_are_named():

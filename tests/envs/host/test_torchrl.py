@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from torchrl.data import Bounded, MultiOneHot, Unbounded
+from torchrl.data import Bounded, Composite, MultiOneHot, Unbounded
 from torchrl.envs import SerialEnv, StepCounter, TransformedEnv
 
 from torchpod import random
@@ -93,6 +93,24 @@ def test_episodes_end_as_ours_do_while_other_rows_go_on(make):
     env.close()
 
 
+def test_what_can_wait_is_not_stepped_past_its_end():
+    class Strict(Count):
+        def _step(self, tensordict):
+            assert not self.over
+            after = super()._step(tensordict)
+            self.over = bool(after["done"])
+            return after
+
+        def _reset(self, tensordict, **kwargs):
+            self.over = False
+            return super()._reset(tensordict, **kwargs)
+
+    env = TorchRL(lambda: SerialEnv(2, Strict))
+    env.init(keys(2))
+    found = [env.step(None, torch.tensor([2, 0]), keys(2))[1].step_type.tolist() for _ in range(4)]
+    assert found == [[LAST, MID], [FIRST, MID], [LAST, LAST], [FIRST, FIRST]]
+
+
 def test_seeds_are_of_the_keys_and_observations_are_not_written_to_later():
     env = TorchRL(Count)
     starts = env.init(keys(32))[1].observation
@@ -152,6 +170,9 @@ def test_wrong_things_are_named(tmp_path):
         TorchRL(functools.partial(Wrong, action_spec=MultiOneHot([2, 2])))
     with pytest.raises(ValueError, match=r"its reward has the shape \[2\]; use one number"):
         TorchRL(functools.partial(Wrong, reward_spec=Unbounded(2)))
+    two = Composite(one=Unbounded(1), two=Unbounded(1))
+    with pytest.raises(ValueError, match=r"has the rewards \['one', 'two'\] and the ends .*not in groups"):
+        TorchRL(functools.partial(Wrong, reward_spec=two))
     with pytest.raises(ValueError, match=r"batch size \[2, 2\]; use one axis"):
         TorchRL(lambda: SerialEnv(2, lambda: Count(2)))
     with pytest.raises(ValueError, match="has 4 rows each, and num_envs=6 is no multiple"):
