@@ -1,6 +1,7 @@
 """The replay buffer against Python lists that keep all there ever was."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -456,6 +457,17 @@ def test_a_capacity_that_does_not_fit_into_memory_is_refused_and_one_that_does_i
     make(capacity=int(found[1])).insert(trajectory, torch.tensor(0), ())  # the advice is good
     monkeypatch.setattr(buffer, "_free_bytes", lambda device: 1.12 * ring.nbytes)
     make(capacity=600).insert(trajectory, torch.tensor(0), ())
+
+
+def test_files_are_for_what_is_on_a_cpu_and_for_disks_that_have_room(seed, tmp_path, monkeypatch):
+    ring, trajectory = make(folder=str(tmp_path)), next(rollouts(seed, 1))
+    on_gpu = trajectory._replace(output=trajectory.output._replace(action=trajectory.output.action.to("meta")))
+    on_gpu = on_gpu._replace(timestep=on_gpu.timestep._replace(step_type=on_gpu.timestep.step_type.to("meta")))
+    with pytest.raises(ValueError, match=r"algo\.replay\.folder=.* is for device=cpu"):
+        ring.insert(on_gpu, torch.tensor(0), ())
+    monkeypatch.setattr(buffer.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match=rf"36 bytes per step, and {tmp_path} has 0.0 GiB left"):
+        ring.insert(trajectory, torch.tensor(0), ())
 
 
 def test_ranks_share_the_capacity():

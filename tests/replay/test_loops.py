@@ -245,3 +245,18 @@ def test_agents_in_the_user_s_files_may_learn_from_replay(tmp_path: Path, capsys
     line = ["train", *own, f"algo={tmp_path}/mine.py:Mine", "algo.unroll_length=4", "algo.learner.num_epochs=1"]
     assert main([*line, f"total_env_steps={20 * STEPS}", f"run_dir={tmp_path}/run"]) == 0, capsys.readouterr().err
     assert "eval return" in capsys.readouterr().out
+
+
+def test_a_ring_in_files_is_as_one_in_memory_and_leaves_none(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    config = [*SMALL, f"total_env_steps={30 * STEPS}"]
+    memory = execute(load([*config, f"run_dir={tmp_path}/memory"]))
+    files = execute(load([*config, f"run_dir={tmp_path}/files", f"algo.replay.folder={tmp_path}/disk"]))
+    states = [torch.load(checkpoint.latest(run.dir) / "state-0.pt") for run in (memory, files)]
+    assert_equal(*states)
+    assert not list((tmp_path / "disk").iterdir())
+    (tmp_path / "disk").rmdir()
+    with pytest.raises(ValueError, match="algo.replay.folder=.*/disk is no folder"):
+        execute(load([*config, f"run_dir={tmp_path}/none", f"algo.replay.folder={tmp_path}/disk"]))
+    more = [f"resume={tmp_path}/files", "algo=dqn", "algo.replay.folder=null", f"total_env_steps={31 * STEPS}"]
+    assert execute(load(more)).summary["env_steps"] > files.summary["env_steps"]

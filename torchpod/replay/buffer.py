@@ -10,6 +10,9 @@ iterations overwrites nothing that it could need if it were given up and made ag
 """
 
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,6 +48,8 @@ class ReplayConfig:
     alpha: float = 0.6
     beta: float = 0.4
     """Rises linearly to 1 over the run."""
+    folder: str | None = None
+    """Keep what is stored in memory-mapped files there, for more than fits into memory; on a CPU. None: in memory."""
 
 
 class Priorities(NamedTuple):
@@ -114,6 +119,8 @@ class ReplayBuffer:
                 f"algo.replay.capacity={config.capacity} is {config.capacity // per_step} step(s) of each of "
                 f"{per_step} environments, and what is sampled takes {shortest}; use at least {per_step * shortest}."
             )
+        if config.folder is not None and not os.path.isdir(config.folder):
+            raise ValueError(f"algo.replay.folder={config.folder} is no folder; make it, or leave it out.")
         if config.min_size > config.capacity:
             raise ValueError(
                 f"algo.replay.min_size={config.min_size} is never reached with algo.replay.capacity={config.capacity}."
@@ -295,21 +302,36 @@ class ReplayBuffer:
 
         leaves = [(name, x) for name, tree in given.items() for x in pytree.tree_leaves(tree)]
         needed = sum(math.prod(shape(name, x)) * x.element_size() for name, x in leaves)
-        device = leaves[0][1].device
-        free = _free_bytes(device)
+        device, folder = leaves[0][1].device, self.config.folder
+        if folder is not None and device.type != "cpu":
+            raise ValueError(f"algo.replay.folder={folder} is for device=cpu, and this run has {device}; leave it out.")
+        free = _free_bytes(device) if folder is None else shutil.disk_usage(folder).free
+        where = device if folder is None else folder
         if needed > 0.9 * free:
             per_step = needed / (self.num_slots * self.num_envs)
             rounding = (self.slack + 1) * self.unroll_length * self.num_envs
             fitting = (int(0.9 * free / per_step) - rounding) * self._num_ranks
             raise ValueError(
                 f"algo.replay.capacity={self.config.capacity} takes {needed / 2**30:.1f} GiB, {per_step:,.0f} bytes "
-                f"per step, and {device} has {free / 2**30:.1f} GiB left; use at most "
+                f"per step, and {where} has {free / 2**30:.1f} GiB left; use at most "
                 f"algo.replay.capacity={max(0, fitting)}."
             )
         return {
-            name: pytree.tree_map(lambda x, name=name: torch.zeros(shape(name, x), dtype=x.dtype, device=device), tree)
+            name: pytree.tree_map(lambda x, name=name: _zeros(shape(name, x), x.dtype, device, folder), tree)
             for name, tree in given.items()
         }
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: str | None) -> Tensor:
+    """In memory, or in a file that has no name any more: it is gone when nobody uses it."""
+    if folder is None or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    handle, path = tempfile.mkstemp(prefix="torchpod-replay-", dir=folder)
+    try:
+        os.close(handle)
+        return torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+    finally:
+        os.unlink(path)
 
 
 def _free_bytes(device: torch.device) -> float:
