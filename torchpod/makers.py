@@ -14,7 +14,7 @@ from torchpod import algos, envs
 from torchpod.agent import Agent
 from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, nearest
 from torchpod.env import Env, close_all
-from torchpod.envs.host.torchrl import TorchRL
+from torchpod.envs.host import TorchRL
 from torchpod.envs.transforms import TRANSFORMS
 from torchpod.specs import EnvSpec
 from torchpod.watched import sentence

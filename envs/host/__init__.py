@@ -3,5 +3,6 @@
 from torchpod.envs.host.brax import Brax
 from torchpod.envs.host.envpool import EnvPool
 from torchpod.envs.host.gymnasium import Gymnasium
+from torchpod.envs.host.torchrl import TorchRL
 
-__all__ = ["Brax", "EnvPool", "Gymnasium"]
+__all__ = ["Brax", "EnvPool", "Gymnasium", "TorchRL"]

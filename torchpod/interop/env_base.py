@@ -1,6 +1,6 @@
 """Tensor environments as `torchrl.envs.EnvBase`: for TorchRL's collectors, transforms and checks.
 
-The other direction, a TorchRL environment to train in here, is `torchpod.envs.host.torchrl`.
+The other direction, a TorchRL environment to train in here, is `torchpod.envs.host.TorchRL`.
 """
 
 from typing import Any
