@@ -46,8 +46,10 @@ def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
     host += ["env=pendulum"] if override in continuous else []
     host += ["algo.replay.min_size=1"] if load([override]).algo.replay else []  # learns in the first iteration
     host += ["+env.max_episode_steps=20"] if "pong" in override else []
-    run = execute(load([override, *host, *TINY, f"run_dir={tmp_path / 'run'}"]))
-    assert 0 < run.summary["env_steps"] <= 16 * 16
+    sequences = "r2d2" in override  # the first is whole after two unrolls
+    host += ["algo.unroll_length=16", "total_env_steps=257"] if sequences else []
+    run = execute(load([override, *TINY, *host, f"run_dir={tmp_path / 'run'}"]))
+    assert 0 < run.summary["env_steps"] <= 16 * 16 * (2 if sequences else 1)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
@@ -127,7 +129,7 @@ def refused(overrides: list[str]) -> str:
         ("+foo=1", "foo is no setting; "),
         ("algo=pppo", "algo=pppo is not known; did you mean ppo?"),
         ("env=cartpol", "env=cartpol is not known; did you mean cartpole"),
-        ("experiment=carpole", "experiment=carpole is not known; did you mean cartpole?"),
+        ("experiment=carpole", "experiment=carpole is not known; did you mean cartpole or dqn_cartpole?"),
         ("loop=anakim", "loop=anakim is not known; did you mean anakin?"),
         ("logger=wandb", "logger=wandb is not known; known: default."),
         ("env.max_steps=3", "env.max_steps is no setting; did you mean env.max_episode_steps"),

@@ -1,6 +1,7 @@
 """docs/write-an-environment.md: its Python blocks run, one after the other, as a reader would run them."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def test_the_page_has_its_blocks():
 def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # training writes its run folder here
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_env", raising=False)  # of another test
     (tmp_path / "my_env.py").write_text(BLOCKS[0])
     names: dict[str, object] = {"__name__": "__main__"}
     for block in BLOCKS[1:]:
