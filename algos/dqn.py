@@ -36,8 +36,8 @@ class DQNConfig:
     """The online network chooses the action that the target network values (van Hasselt et al. 2016,
     https://arxiv.org/abs/1509.06461)."""
     n_step: int = 10
-    """Long, because CartPole wants it: with 1 or 3 steps values grow without bound there, and three seeds of three end
-    near 100 of 500. The Huber loss is why: it clips the errors at terminal states, which are as large as the values."""
+    """Long, because CartPole wants it: with 1 or 3 steps three seeds of three end near 100 of 500. The Huber loss seems
+    to be why: it clips the errors at terminal states, which are as large as the values there."""
     discount: float = 0.99
     epsilon: float = 0.05
     """Share of random actions at last; none in evaluation."""
