@@ -36,7 +36,6 @@ class R2D2Config(DQNConfig):
     """Steps that bring the stored state up to date."""
     length: int = 8
     """Steps that are learned from."""
-    n_step: int = 3
     rescale: float = 1e-3
     """Epsilon of eq. 1; 0: values are learned as they are."""
     largest_share: float = 0.9

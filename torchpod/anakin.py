@@ -240,16 +240,20 @@ class Anakin:
                 learner, metrics = self.learner.update(
                     state.learner, trajectory, keys, kept.sum_gradient if kept else None
                 )
-        episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
-        return next_state(state, carry, learner, metrics, episodes, self.ranks)
+        return self._after(state, carry, trajectory, learner, metrics)
 
     def fill(self, state: RunState) -> tuple[RunState, dict[str, Tensor]]:
         """An iteration of the first ones of an agent with replay: it collects, and does not learn."""
         assert self.replay is not None
         carry, trajectory = self.rollout(state)
         learner = self.replay.store(state.learner, trajectory, state.priorities, state.iteration)
+        return self._after(state, carry, trajectory, learner, {})
+
+    def _after(
+        self, state: RunState, carry: Carry, trajectory: Trajectory, learner: LearnerState, metrics: dict[str, Tensor]
+    ) -> tuple[RunState, dict[str, Tensor]]:
         episodes = self._count(trajectory.timestep, state.episode_return, state.episode_length)
-        return next_state(state, carry, learner, {}, episodes, self.ranks)
+        return next_state(state, carry, learner, metrics, episodes, self.ranks)
 
 
 def train(

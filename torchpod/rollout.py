@@ -11,7 +11,7 @@ from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env
 from torchpod.inductor import Compiled
-from torchpod.trees import reader, writer
+from torchpod.trees import contiguous, reader, writer
 from torchpod.types import ActorOutput, Carry, Trajectory, Tree
 
 Step = Callable[[Variables, Carry, Tensor, Tensor], tuple[Carry, ActorOutput]]
@@ -29,7 +29,7 @@ def start(agent: Agent, env: Env, env_keys: Tensor) -> Carry:
     step = torch.zeros((), dtype=torch.int64, device=env_keys.device)
     env_state, timestep = env.init(random.at(env_keys, step))
     actor_state = pytree.tree_map(lambda x: x.to(env_keys.device), agent.initial_state(env_keys.shape[0]))
-    return _contiguous(Carry(env_state, timestep, actor_state, step))
+    return contiguous(Carry(env_state, timestep, actor_state, step))
 
 
 def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
@@ -46,7 +46,7 @@ def make_step(agent: Agent, env: Env, explore: bool = True) -> Step:
             if not env.traits.differentiable:
                 action = pytree.tree_map(torch.detach, action)
             env_state, timestep = env.step(carry.env_state, action, random.at(env_keys, count))
-        return _contiguous(Carry(env_state, timestep, actor_state, count)), _contiguous(output)
+        return contiguous(Carry(env_state, timestep, actor_state, count)), contiguous(output)
 
     return step
 
@@ -112,11 +112,6 @@ def unroll(
             carry, output = step(variables, carry, env_keys, actor_keys)
             recorder.add(carry, output)
         return carry, recorder.trajectory(time_axis)
-
-
-def _contiguous(tree: Tree) -> Tree:
-    # An observation may be a view of the state; its strides must not change from one step to the next.
-    return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), tree)
 
 
 def _stack(trees: list[Tree], axis: int) -> Tree:

@@ -41,6 +41,11 @@ def stack(trees: Iterable[Any]) -> Any:
     return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
 
+def contiguous(tree: Any) -> Any:
+    """Tensors whose strides do not change from one step to the next, as those of views of a state may."""
+    return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), tree)
+
+
 @functools.cache
 def _code(source: str) -> Callable[..., Any]:
     return eval(source)

@@ -8,8 +8,9 @@ import torch
 from torch.distributions import Independent, Normal, TransformedDistribution
 from torch.distributions.transforms import AffineTransform, TanhTransform
 
+from tests.algos.references import CONTINUOUS, ROWS, critic, network, perturbed, rows_of, to_batch
 from torchpod import random
-from torchpod.agent import bind, variables_of
+from torchpod.agent import bind
 from torchpod.algos.sac import LOG_STD, SAC, DiscreteSAC, SACConfig, sac_agent
 from torchpod.compile import Compiler
 from torchpod.envs.bsuite.catch import Catch
@@ -19,50 +20,19 @@ from torchpod.specs import Array, Box, Discrete, EnvSpec
 from torchpod.testing import check_agent
 from torchpod.types import LAST, MID, ActorOutput, Batch, TimeStep, Trajectory
 
-CONTINUOUS = EnvSpec("continuous", Array((5,)), Box((2,), -3.0, 5.0))
 DISCRETE = EnvSpec("discrete", Array((5,)), Discrete(3))
 MASKED = EnvSpec("masked", {"x": Array((5,)), "action_mask": Array((3,), torch.bool)}, Discrete(3))
-ROWS = 40
 
 
 def make(spec, seed, **config):
-    """An agent whose heads are not almost zero, as they are at the start; and targets that are not its parameters."""
-    torch.manual_seed(seed)
-    agent = sac_agent(spec, SACConfig(hidden=(6, 7), activation="tanh", **config))
-    with torch.no_grad():
-        for p in agent.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    params, buffers = variables_of(agent)
-    return agent, params, buffers, {k: v + 0.3 * torch.randn_like(v) for k, v in params.items()}
+    return perturbed(lambda: sac_agent(spec, SACConfig(hidden=(6, 7), activation="tanh", **config)), seed)
 
 
-def minibatch(seed, discrete, rows=ROWS):
-    """Rows with weights that sum to 1, some of them 0, as `prepare` makes them."""
-    rng = np.random.default_rng(seed)
-    weight = rng.random(rows) * (rng.random(rows) > 0.2)
-    own = {"action": rng.integers(0, 3, rows)}
-    if not discrete:
-        own = {"action": rng.uniform(-1, 1, (rows, 2))}
-        own |= {"noise": rng.normal(size=(rows, 2)), "next_noise": rng.normal(size=(rows, 2))}
-    return own | {
-        "observation": rng.normal(size=(rows, 5)),
-        "reward": rng.normal(size=rows),
-        "discount": 0.9 * (rng.random(rows) > 0.2),
-        "next_observation": rng.normal(size=(rows, 5)),
-        "weight": weight / weight.sum(),
-    }
-
-
-def to_batch(b):
-    return Batch({k: torch.tensor(v).float() if v.dtype == np.float64 else torch.tensor(v) for k, v in b.items()})
-
-
-def network(params, prefix, head, x):
-    """A tanh network, in float64 NumPy."""
-    p = {k: v.double().numpy() for k, v in params.items()}
-    for i in (0, 2):
-        x = np.tanh(x @ p[f"{prefix}.net.{i}.weight"].T + p[f"{prefix}.net.{i}.bias"])
-    return x @ p[f"{head}.weight"].T + p[f"{head}.bias"]
+def minibatch(seed, discrete):
+    if discrete:
+        return rows_of(seed, action=lambda rng: rng.integers(0, 3, ROWS))
+    noise = {name: lambda rng: rng.normal(size=(ROWS, 2)) for name in ("noise", "next_noise")}
+    return rows_of(seed, action=lambda rng: rng.uniform(-1, 1, (ROWS, 2)), **noise)
 
 
 def reference_continuous(params, targets, b):
@@ -76,8 +46,7 @@ def reference_continuous(params, targets, b):
         return np.tanh(u), np.log(normal / 4 * np.cosh(u) ** 2).sum()
 
     def critics(variables, observation, action):
-        x = np.concatenate([action, observation])  # in the order of their names: "action taken", "observation"
-        return [network(variables, f"critics.{i}.encoder", f"critics.{i}.value", x)[0] for i in range(2)]
+        return [critic(variables, i, observation, action) for i in range(2)]
 
     alpha, losses, td = math.exp(params["log_alpha"]), np.zeros(3), []
     for i in range(len(b["reward"])):

@@ -4,65 +4,32 @@ import numpy as np
 import pytest
 import torch
 
+from tests.algos.references import CONTINUOUS, ROWS, critic, perturbed, policy, rows_of, to_batch
 from torchpod import random
-from torchpod.agent import bind, variables_of
+from torchpod.agent import bind
 from torchpod.algos.td3 import TD3, TD3Config
 from torchpod.compile import Compiler
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import Learner, LearnerConfig
-from torchpod.specs import Array, Box, Discrete, EnvSpec
+from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.testing import check_agent
 from torchpod.types import MID, ActorOutput, Batch, TimeStep, Trajectory
 
-SPEC = EnvSpec("continuous", Array((5,)), Box((2,), -3.0, 5.0))
-ROWS = 40
-
 
 def make(seed, **config):
-    """An agent whose heads are not almost zero, as they are at the start; and targets that are not its parameters."""
-    torch.manual_seed(seed)
-    agent = TD3(SPEC, TD3Config(hidden=(6, 7), activation="tanh", **config))
-    with torch.no_grad():
-        for p in agent.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    params, buffers = variables_of(agent)
-    return agent, params, buffers, {k: v + 0.3 * torch.randn_like(v) for k, v in params.items()}
+    return perturbed(lambda: TD3(CONTINUOUS, TD3Config(hidden=(6, 7), activation="tanh", **config)), seed)
 
 
-def minibatch(seed, rows=ROWS):
-    """Rows with weights that sum to 1, some of them 0, as `prepare` makes them."""
-    rng = np.random.default_rng(seed)
-    weight = rng.random(rows) * (rng.random(rows) > 0.2)
-    return {
-        "observation": rng.normal(size=(rows, 5)),
-        "action": rng.uniform(-1, 1, (rows, 2)),
-        "noise": rng.uniform(-0.5, 0.5, (rows, 2)),
-        "reward": rng.normal(size=rows),
-        "discount": 0.9 * (rng.random(rows) > 0.2),
-        "next_observation": rng.normal(size=(rows, 5)),
-        "weight": weight / weight.sum(),
+def minibatch(seed):
+    actions = {
+        "action": lambda rng: rng.uniform(-1, 1, (ROWS, 2)),
+        "noise": lambda rng: rng.uniform(-0.5, 0.5, (ROWS, 2)),
     }
-
-
-def to_batch(b):
-    return Batch({k: torch.tensor(v).float() for k, v in b.items()})
-
-
-def network(params, prefix, head, x):
-    """A tanh network, in float64 NumPy."""
-    p = {k: v.double().numpy() for k, v in params.items()}
-    for i in (0, 2):
-        x = np.tanh(x @ p[f"{prefix}.net.{i}.weight"].T + p[f"{prefix}.net.{i}.bias"])
-    return x @ p[f"{head}.weight"].T + p[f"{head}.bias"]
-
-
-def policy(params, observation):
-    return np.tanh(network(params, "encoder", "policy", observation))
+    return rows_of(seed, **actions)
 
 
 def critics(params, observation, action):
-    x = np.concatenate([action, observation])  # in the order of their names: "action taken", "observation"
-    return [network(params, f"critics.{i}.encoder", f"critics.{i}.value", x)[0] for i in range(2)]
+    return [critic(params, i, observation, action) for i in range(2)]
 
 
 def test_losses_equal_algorithm_1(seed):
@@ -153,7 +120,7 @@ def test_what_td3_cannot_do_is_refused():
     with pytest.raises(ValueError, match="TD3 needs a Box action with bounds, and odd has"):
         TD3(EnvSpec("odd", Array((1,)), Discrete(3)))
     with pytest.raises(ValueError, match="policy_interval=0 must be at least 1"):
-        TD3(SPEC, TD3Config(policy_interval=0))
+        TD3(CONTINUOUS, TD3Config(policy_interval=0))
 
 
 def test_td3_keeps_the_contract():

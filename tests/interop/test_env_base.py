@@ -128,7 +128,10 @@ def test_rows_that_are_not_to_step_stay_where_they_are():
 def test_seeds_repeat_and_transforms_and_compilation_change_nothing():
     plain, other = to_torchrl(Catch(), 2, seed=5), to_torchrl(Catch(), 2, seed=6, compile=True)
     other.set_seed(5)
-    policy = lambda td: td.set("action", torch.tensor([0, 1]))  # noqa: E731
+
+    def policy(td):
+        return td.set("action", torch.tensor([0, 1]))
+
     expected = plain.rollout(20, policy, break_when_any_done=False)
     actual = TransformedEnv(other, StepCounter()).rollout(20, policy, break_when_any_done=False)
     assert torch.equal(expected["observation"], actual["observation"])

@@ -205,7 +205,7 @@ def test_rows_count_as_much_as_their_importance_weights_say(seed):
         td = td_error(agent, state.learner.params | state.learner.buffers, state.learner.targets, rows)
         taken = q.gather(-1, rows["action"][:, None])[:, 0]
         goal = td + taken.detach()
-        loss = (weight * torch.nn.functional.huber_loss(taken, goal, reduction="none")).sum()
+        loss = (0.5 * weight * (taken - goal).square()).sum()
         return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
 
     new, _ = replay.update(

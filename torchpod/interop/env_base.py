@@ -16,7 +16,8 @@ from torchpod import random
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv, where
 from torchpod.specs import Box, Discrete, SpecTree
-from torchpod.types import LAST, TimeStep, Tree
+from torchpod.trees import contiguous
+from torchpod.types import LAST, Tree
 
 
 def to_torchrl(
@@ -56,7 +57,7 @@ class TorchRLEnv(EnvBase):
     def __init__(self, env: TensorEnv, num_envs: int, seed: int, device: torch.device, compile: bool) -> None:
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
         self._env = env
-        self._stepped = Compiler(compile)(_contiguous_step(env))
+        self._stepped = Compiler(compile)(lambda state, action, keys: contiguous(env.step(state, action, keys)))
         lead = torch.Size([num_envs])
         self.observation_spec = Composite(
             {"observation": torchrl_spec(env.spec.observation, lead, device)}, shape=lead, device=device
@@ -88,7 +89,7 @@ class TorchRLEnv(EnvBase):
         with torch.no_grad():
             if mask is None or self._state is None:
                 state, timestep = self._env.init(keys)
-                self._state, observation = _contiguous(state), timestep.observation
+                self._state, observation = contiguous(state), timestep.observation
                 chosen = torch.ones_like(self._was_last)
             else:
                 chosen = mask.reshape(-1)
@@ -99,7 +100,7 @@ class TorchRLEnv(EnvBase):
                     fresh, first = self._env.init(keys)
                     state = where(self._was_last, state, fresh)
                     observation = where(self._was_last, observation, first.observation)
-                self._state = _contiguous(where(chosen, state, self._state))
+                self._state = contiguous(where(chosen, state, self._state))
                 observation = where(chosen, observation, self._observation)
         self._was_last = self._was_last & ~chosen
         self._observation = observation
@@ -128,7 +129,7 @@ class TorchRLEnv(EnvBase):
         stepped = tensordict.get("_step", None)
         if stepped is not None:  # TorchRL leaves alone what is done, until all are
             rows = stepped.reshape(-1)
-            state = _contiguous(where(rows, state, self._state))
+            state = contiguous(where(rows, state, self._state))
             observation = where(rows, observation, self._observation)
             reward, last, ended = where(rows, (reward, last, ended), (0.0 * reward, self._was_last, self._ended))
         self._state, self._observation, self._was_last, self._ended = state, observation, last, ended
@@ -159,14 +160,3 @@ def torchrl_spec(spec: SpecTree, lead: torch.Size, device: torch.device | None =
     if spec.dtype == torch.bool:
         return Categorical(2, shape=shape, dtype=torch.bool, device=device)
     return Unbounded(shape, dtype=spec.dtype, device=device)
-
-
-def _contiguous_step(env: TensorEnv) -> Any:
-    def step(state: Tree, action: Tensor, keys: Tensor) -> tuple[Tree, TimeStep]:
-        return _contiguous(env.step(state, action, keys))
-
-    return step
-
-
-def _contiguous(tree: Tree) -> Tree:
-    return pytree.tree_map(lambda x: x.contiguous(), tree)

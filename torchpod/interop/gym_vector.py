@@ -23,6 +23,7 @@ from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS
 from torchpod.specs import Array, Box, Discrete, SpecTree
+from torchpod.trees import contiguous
 from torchpod.types import LAST, TimeStep, Tree
 
 _NUMPY = {
@@ -72,7 +73,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._env, self._seed, self._device = env, seed, torch.device(device)
-        self._step = Compiler(compile)(_contiguous_step(env))
+        self._step = Compiler(compile)(lambda state, action, keys: contiguous(env.step(state, action, keys)))
         self._keys: Tensor | None = None
         self._state: Tree = None
         self._count = 0
@@ -95,7 +96,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             self._keys, self._count = self._keys_of(self._seed if seed is None else seed), 0
         with torch.no_grad():
             self._state, timestep = self._env.init(random.at(self._keys, self._count))
-            self._state = _contiguous(self._state)
+            self._state = contiguous(self._state)
         return self._observation(timestep), {}
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -198,17 +199,6 @@ def make(
     env = MAKERS[name](**arguments)
     assert isinstance(env, TensorEnv)
     return VectorEnv(env, num_envs, seed, compile=compile, device=device)
-
-
-def _contiguous_step(env: TensorEnv) -> Any:
-    def step(state: Tree, action: Tensor, keys: Tensor) -> tuple[Tree, TimeStep]:
-        return _contiguous(env.step(state, action, keys))
-
-    return step
-
-
-def _contiguous(tree: Tree) -> Tree:
-    return pytree.tree_map(lambda x: x.contiguous(), tree)
 
 
 def _register() -> None:

@@ -30,6 +30,7 @@ from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
+from torchpod.ops.exploration import falling
 from torchpod.ops.returns import gae
 from torchpod.specs import Box, Discrete, EnvSpec
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
@@ -323,9 +324,8 @@ class LossAgent(Agent):
     def _explored(self, action: Tensor, keys: Tensor) -> Tensor:
         """Epsilon-greedy, or Gaussian noise within the bounds."""
         if isinstance(self._spec.action, Discrete):
-            share = ((1.0 - self.remaining) / self.exploration_fraction.clamp(min=1e-6)).clamp(max=1.0)
-            words = random.bits(keys, 2)
-            is_random = random.to_uniform(words[..., 0]) < 1.0 + share * (self.epsilon - 1.0)
+            words, share = random.bits(keys, 2), falling(self.epsilon, self.remaining, self.exploration_fraction)
+            is_random = random.to_uniform(words[..., 0]) < share
             return torch.where(is_random, random.to_integer(words[..., 1], self._spec.action.num_values), action)
         box = cast(Box, self._spec.action)
         half = (box.high - box.low) / 2

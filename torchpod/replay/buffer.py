@@ -104,14 +104,14 @@ class ReplayBuffer:
         slack: int = 8,
     ) -> None:
         self.config, self.num_envs, self.unroll_length, self.length = config, num_envs, unroll_length, length
-        self.sequences, self.population, self.slack, self._num_ranks = sequences, population, slack, num_ranks
+        self.sequences, self.slack, self._num_ranks = sequences, slack, num_ranks
         self.axis = 0 if population == 1 else 1
         per_step = num_envs * num_ranks
         unrolls = -(-config.capacity // (per_step * unroll_length))
         self.window = unrolls * unroll_length
         """Steps of each environment that are sampled from."""
-        self.num_slots = (unrolls + slack) * unroll_length
-        self._num_unrolls = unrolls + slack
+        self.num_unrolls = unrolls + slack
+        self.num_slots = self.num_unrolls * unroll_length
         self._period = unroll_length if sequences else 1
         shortest = length + 2 + (self._period if sequences else 0)
         if self.window < shortest:
@@ -161,7 +161,7 @@ class ReplayBuffer:
             if self.restore:
                 self.restore(self.storage)
         number = iteration.reshape(-1)[:1]
-        unroll = number % self._num_unrolls
+        unroll = number % self.num_unrolls
         place = int(unroll) if unroll.device.type == "cpu" else unroll
         for to, x in zip(self._read(self.storage), self._read(given), strict=True):
             self._write(to, x, place)
@@ -225,10 +225,10 @@ class ReplayBuffer:
         words = random.bits(key, num * _CANDIDATES).reshape(_CANDIDATES, num)
         place = random.to_integer(words, (end - 1 - self.length - oldest) * self.num_envs)
         slot, env = (oldest + place // self.num_envs) % self.num_slots, place % self.num_envs
-        is_reset = self._step_type(storage)[slot * self.num_envs + env] == LAST  # [candidates, num]
-        chosen = slot[-1], env[-1]
+        step_type = storage["timestep"]["step_type"].flatten(0, 1)
+        is_reset = step_type[slot * self.num_envs + env] == LAST  # [candidates, num]
         # All were resets, about 1 in 10,000 rows with episodes of 10 steps: the first step of the episode after it.
-        slot_of, env_of = torch.where(is_reset[-1], (chosen[0] + 1) % self.num_slots, chosen[0]), chosen[1]
+        slot_of, env_of = (slot[-1] + is_reset[-1]) % self.num_slots, env[-1]
         for i in reversed(range(_CANDIDATES - 1)):
             slot_of = torch.where(is_reset[i], slot_of, slot[i])
             env_of = torch.where(is_reset[i], env_of, env[i])
@@ -277,16 +277,12 @@ class ReplayBuffer:
 
     def _write(self, to: Tensor, x: Tensor, unroll: int | Tensor) -> None:
         """The slots of an unroll."""
-        length = to.shape[self.axis] // self._num_unrolls
+        length = to.shape[self.axis] // self.num_unrolls
         x = x.narrow(self.axis, 0, length)
         if isinstance(unroll, int):  # memory that lies together; `index_copy_` takes ten times as long
             to.narrow(self.axis, unroll * length, length).copy_(x)
         else:
             to.index_copy_(self.axis, unroll * length + torch.arange(length, device=to.device), x)
-
-    @staticmethod
-    def _step_type(storage: Tree) -> Tensor:
-        return storage["timestep"]["step_type"].flatten(0, 1)
 
     def _allocate(self, given: dict[str, Tree]) -> dict[str, Tree]:
         """Memory for all slots.
@@ -295,7 +291,7 @@ class ReplayBuffer:
           ValueError: if the device has not so much.
         """
         axis = self.axis
-        sizes = {"timestep": self.num_slots, "output": self.num_slots, "actor_state": self._num_unrolls}
+        sizes = {"timestep": self.num_slots, "output": self.num_slots, "actor_state": self.num_unrolls}
 
         def shape(name: str, x: Tensor) -> tuple[int, ...]:
             return (*x.shape[:axis], sizes[name], *x.shape[axis + 1 :])

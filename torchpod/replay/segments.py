@@ -102,8 +102,8 @@ class Segments:
                     for run, piece in zip(runs, part.split(sizes, self._buffer.axis), strict=True):
                         run.copy_(piece)
             if broken and iteration > 0:
-                last = torch.tensor([(iteration * self._buffer.unroll_length - 1) % self._buffer.num_slots])
-                storage["timestep"]["step_type"].index_fill_(self._buffer.axis, last, LAST)
+                last = (iteration * self._buffer.unroll_length - 1) % self._buffer.num_slots
+                storage["timestep"]["step_type"].narrow(self._buffer.axis, last, 1).fill_(LAST)
 
         self._buffer.restore = fill
 
@@ -116,7 +116,7 @@ class Segments:
 
     def _runs(self, x: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
         """Where the iterations `begin ... end - 1` lie: one piece of memory, or two around the end of the ring."""
-        axis, num = self._buffer.axis, self._buffer.num_slots // self._buffer.unroll_length
+        axis, num = self._buffer.axis, self._buffer.num_unrolls
         each, first, count = x.shape[axis] // num, begin % num, end - begin
         before = min(count, num - first)
         runs = [x.narrow(axis, first * each, before * each), x.narrow(axis, 0, (count - before) * each)]
