@@ -8,6 +8,7 @@ import difflib
 import functools
 import hashlib
 import json
+import math
 import re
 import types
 import typing
@@ -90,6 +91,9 @@ class AlgoConfig:
     learner: LearnerConfig
     replay: ReplayConfig | None = None
     """Of agents that learn from replay."""
+    env_steps_per_update: float | None = None
+    """Of these too: how many steps of all environments there are for every update, 0.25 for four updates per step. It
+    sets `learner.num_minibatches`, the updates per iteration."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class TrainConfig:
         """Plain nested dicts, as in config.yaml."""
         values = {k: v for k, v in _plain(dataclasses.asdict(self)).items() if k != "given"}
         if self.algo.replay is None:
-            del values["algo"]["replay"]
+            del values["algo"]["replay"], values["algo"]["env_steps_per_update"]
         if self.loop.name == "anakin":
             values["loop"] = {k: values["loop"][k] for k in ("name", "iterations_per_call")}
         return values
@@ -202,7 +206,10 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         # In full, so that the run can be resumed and evaluated from any folder.
         path, colon, attribute = item.partition("=")[2].partition(".py")
         settings[group] = {**settings[group], "name": f"{Path(path).resolve()}{colon}{attribute}"}
-    return dataclasses.replace(from_dict(settings), given=tuple(map(_key, overrides)))
+    given = tuple(map(_key, overrides))
+    if {"algo.env_steps_per_update", "algo.learner.num_minibatches"} <= set(given):
+        raise ConfigError("algo.env_steps_per_update sets algo.learner.num_minibatches; give one of them, not both.")
+    return dataclasses.replace(from_dict(settings), given=given)
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainConfig:
@@ -242,8 +249,30 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
                 f"members.{name}={list(column)} must be a list of population={config.population} numbers."
             )
     _check_ranges(config.members, "members.")
+    config = _paced(config)
     _check_minibatches(config)
     return config
+
+
+def _paced(config: TrainConfig) -> TrainConfig:
+    """With as many updates per iteration as `algo.env_steps_per_update` asks for."""
+    wanted, steps = config.algo.env_steps_per_update, config.num_envs * config.algo.unroll_length
+    if wanted is None:
+        return config
+    if config.algo.replay is None:
+        raise ConfigError(
+            f"algo.env_steps_per_update={wanted:g} is for agents with replay, and {config.algo.name} learns from each "
+            "unroll once; leave it out."
+        )
+    updates = max(1, round(steps / wanted)) if wanted > 0 else steps
+    if not math.isclose(wanted * updates, steps, rel_tol=1e-5):
+        example = f"algo.env_steps_per_update={steps / updates:g}"
+        raise ConfigError(
+            f"algo.env_steps_per_update={wanted:g} makes no whole number of updates of num_envs={config.num_envs} x "
+            f"algo.unroll_length={config.algo.unroll_length} steps per iteration; use e.g. {example}."
+        )
+    learner = dataclasses.replace(config.algo.learner, num_minibatches=updates)
+    return dataclasses.replace(config, algo=dataclasses.replace(config.algo, learner=learner))
 
 
 def _check_minibatches(config: TrainConfig) -> None:
@@ -279,7 +308,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """A hint: the names most like `name`, or all of them if few."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, 3, 0.5)
-    return "did you mean " + " or ".join(close) + "?" if close else "known: " + ", ".join(names[:30]) + "."
+    return (
+        "did you mean " + " or ".join(close) + "?"
+        if close
+        else "known: " + ", ".join(names[:30]) + (", ..." if len(names) > 30 else ".")
+    )
 
 
 def _register() -> None:
@@ -294,7 +327,7 @@ def _register() -> None:
             "learner": dataclasses.asdict(LearnerConfig()),
         }
         if agent is None or getattr(makers.get(name), "replayed", 0):
-            node["replay"] = dataclasses.asdict(ReplayConfig())
+            node |= {"replay": dataclasses.asdict(ReplayConfig()), "env_steps_per_update": None}
         store.store(group="algo", name=choice, node=_plain(node))
     store.store(group="env", name="custom", node={"name": "custom"})
 

@@ -28,7 +28,8 @@ from torchpod.replay.segments import Segments
 
 JOB = "TORCHELASTIC_RUN_ID"
 MAY_CHANGE = (
-    *("total_env_steps", "device", "threads", "compile", "logger", "checkpoint", "evaluation", "algo.replay.folder"),
+    *("total_env_steps", "device", "threads", "compile", "logger", "checkpoint", "evaluation"),
+    *("algo.replay.host", "algo.replay.folder"),
     *(
         "loop.iterations_per_call",
         "loop.num_actor_threads",

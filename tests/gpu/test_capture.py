@@ -156,8 +156,9 @@ def test_a_loss_of_torchrl_is_captured_unless_it_falls_back(loss, captured):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("prioritised", [False, True])
-def test_an_iteration_with_replay_is_captured_and_equals_the_uncaptured_one(prioritised):
+@pytest.mark.parametrize(("prioritised", "host"), [(False, False), (True, False), (False, True)])
+def test_an_iteration_with_replay_is_captured_and_equals_the_uncaptured_one(prioritised, host):
+    """Also if the ring lies in the host's memory."""
     env, states = CartPole(max_episode_steps=9), []
     for captured in (True, False):
         anakin = Anakin(
@@ -169,7 +170,7 @@ def test_an_iteration_with_replay_is_captured_and_equals_the_uncaptured_one(prio
             learner=LearnerConfig(num_epochs=1, num_minibatches=2),
             compiler=Compiler(True),
             device="cuda",
-            replay=ReplayConfig(capacity=640, batch_size=32, min_size=256, prioritised=prioritised),
+            replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=prioritised, host=host and captured),
         )
         state = anakin.init(0)
         if captured:

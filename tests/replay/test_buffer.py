@@ -1,5 +1,7 @@
 """The replay buffer against Python lists that keep all there ever was."""
 
+import ctypes
+import gc
 import re
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from torchpod import random
 from torchpod.agent import Agent
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
-from torchpod.replay import Priorities, ReplayBuffer, ReplayConfig, buffer
+from torchpod.replay import Priorities, ReplayBuffer, ReplayConfig, memory
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.types import FIRST, LAST, MID, ActorOutput
@@ -449,13 +451,13 @@ def test_a_capacity_that_does_not_fit_into_memory_is_refused_and_one_that_does_i
     ring.insert(trajectory, torch.tensor(0), ())
     # x, n, reward, discount, step_type, action, log_prob
     assert ring.nbytes == ring.num_slots * B * (8 + 4 + 4 + 4 + 4 + 8 + 4)
-    monkeypatch.setattr(buffer, "_free_bytes", lambda device: 1.1 * ring.nbytes)  # a tenth is left to the others
+    monkeypatch.setattr(memory, "_free_on_host", lambda: 1.1 * ring.nbytes)  # a tenth is left to the others
     with pytest.raises(ValueError, match=r"algo\.replay\.capacity=600 takes .*, 36 bytes per step") as error:
         make(capacity=600).insert(trajectory, torch.tensor(0), ())
     found = re.search(r"use at most algo\.replay\.capacity=(\d+)\.", str(error.value))
     assert found is not None
     make(capacity=int(found[1])).insert(trajectory, torch.tensor(0), ())  # the advice is good
-    monkeypatch.setattr(buffer, "_free_bytes", lambda device: 1.12 * ring.nbytes)
+    monkeypatch.setattr(memory, "_free_on_host", lambda: 1.12 * ring.nbytes)
     make(capacity=600).insert(trajectory, torch.tensor(0), ())
 
 
@@ -465,9 +467,60 @@ def test_files_are_for_what_is_on_a_cpu_and_for_disks_that_have_room(seed, tmp_p
     on_gpu = on_gpu._replace(timestep=on_gpu.timestep._replace(step_type=on_gpu.timestep.step_type.to("meta")))
     with pytest.raises(ValueError, match=r"algo\.replay\.folder=.* is for device=cpu"):
         ring.insert(on_gpu, torch.tensor(0), ())
-    monkeypatch.setattr(buffer.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match=rf"36 bytes per step, and {tmp_path} has 0.0 GiB left"):
         ring.insert(trajectory, torch.tensor(0), ())
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What CUDA is asked for, and what it looks at: host memory that is pinned is a tensor of the GPU."""
+    calls, pinned = [], {}
+
+    def register(pointer, size, flags):
+        pinned[pointer] = size
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: calls.append(code))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+
+    def look(seen, device):
+        assert device.type == "cuda"
+        given = seen.__cuda_array_interface__
+        (pointer, read_only), (size,) = given["data"], given["shape"]
+        assert pinned[pointer] == size and not read_only and given["typestr"] == "|u1"
+        array = np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (size,))
+        bytes_ = torch.from_numpy(array)
+        bytes_.seen = seen  # as torch keeps it
+        calls.append(bytes_)
+        return bytes_
+
+    monkeypatch.setattr(memory.torch, "as_tensor", look)
+    return SimpleNamespace(calls=calls, pinned=pinned)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.int64])
+def test_beside_a_gpu_the_hosts_memory_is_pinned_as_long_as_somebody_looks_at_it(gpu, dtype):
+    ring = memory.zeros((3, 5), dtype, torch.device("cuda"), host=True, folder=None)
+    assert ring.shape == (3, 5) and ring.dtype == dtype and not ring.any()
+    assert gpu.pinned == {ring.data_ptr(): 15 * dtype.itemsize} and gpu.calls[0] == 0
+    ring[1] = 1
+    behind = gpu.calls[1].seen.memory
+    assert behind.data_ptr() == ring.data_ptr() and behind[1].all() and not behind[0].any()
+    del ring, behind, gpu.calls[1]
+    gc.collect()
+    assert not gpu.pinned and gpu.calls == [0, "synchronize"]
+
+
+def test_of_the_host_its_memory_is_counted_and_on_a_cpu_nothing_is_pinned(gpu, monkeypatch):
+    monkeypatch.setattr(memory, "_free_on_host", lambda: 77)
+    assert memory.free_bytes(torch.device("cuda"), host=True, folder=None) == (77, "cpu")
+    assert memory.free_bytes(torch.device("cpu"), host=False, folder=None) == (77, "cpu")
+    assert memory.zeros((2,), torch.float32, torch.device("cpu"), host=True, folder=None).tolist() == [0, 0]
+    assert memory.zeros((0,), torch.float32, torch.device("meta"), host=False, folder=None).numel() == 0
+    assert not gpu.pinned and not gpu.calls
 
 
 def test_ranks_share_the_capacity():

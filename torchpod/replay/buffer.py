@@ -11,8 +11,6 @@ iterations overwrites nothing that it could need if it were given up and made ag
 
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.replay import sum_tree
+from torchpod.replay import memory, sum_tree
 from torchpod.trees import reader
 from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory, Tree
 
@@ -48,6 +46,8 @@ class ReplayConfig:
     alpha: float = 0.6
     beta: float = 0.4
     """Rises linearly to 1 over the run."""
+    host: bool = False
+    """Keep what is stored in the host's memory, pinned, for more than fits into a GPU's."""
     folder: str | None = None
     """Keep what is stored in memory-mapped files there, for more than fits into memory; on a CPU. None: in memory."""
 
@@ -298,11 +298,10 @@ class ReplayBuffer:
 
         leaves = [(name, x) for name, tree in given.items() for x in pytree.tree_leaves(tree)]
         needed = sum(math.prod(shape(name, x)) * x.element_size() for name, x in leaves)
-        device, folder = leaves[0][1].device, self.config.folder
+        device, host, folder = leaves[0][1].device, self.config.host, self.config.folder
         if folder is not None and device.type != "cpu":
             raise ValueError(f"algo.replay.folder={folder} is for device=cpu, and this run has {device}; leave it out.")
-        free = _free_bytes(device) if folder is None else shutil.disk_usage(folder).free
-        where = device if folder is None else folder
+        free, where = memory.free_bytes(device, host, folder)
         if needed > 0.9 * free:
             per_step = needed / (self.num_slots * self.num_envs)
             rounding = (self.slack + 1) * self.unroll_length * self.num_envs
@@ -313,30 +312,8 @@ class ReplayBuffer:
                 f"algo.replay.capacity={max(0, fitting)}."
             )
         return {
-            name: pytree.tree_map(lambda x, name=name: _zeros(shape(name, x), x.dtype, device, folder), tree)
+            name: pytree.tree_map(
+                lambda x, name=name: memory.zeros(shape(name, x), x.dtype, device, host, folder), tree
+            )
             for name, tree in given.items()
         }
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: str | None) -> Tensor:
-    """In memory, or in a file that has no name any more: it is gone when nobody uses it."""
-    if folder is None or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    handle, path = tempfile.mkstemp(prefix="torchpod-replay-", dir=folder)
-    try:
-        os.close(handle)
-        return torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
-    finally:
-        os.unlink(path)
-
-
-def _free_bytes(device: torch.device) -> float:
-    """Memory that a device can still give."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except OSError:  # no Linux
-        return math.inf
