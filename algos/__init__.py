@@ -8,6 +8,7 @@ from torchpod.algos.apg import APG, APGConfig
 from torchpod.algos.ddpg import DDPG, DDPGConfig
 from torchpod.algos.dqn import C51, DQN, QRDQN, C51Config, DQNConfig, QRDQNConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
+from torchpod.algos.multi_agent import IA2C, IPPO, MAPPO, IA2CConfig, IPPOConfig, MAPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.r2d2 import R2D2, R2D2Config
 from torchpod.algos.sac import SACConfig, sac_agent
@@ -21,7 +22,10 @@ MAKERS = {
     "c51": (C51, C51Config),
     "ddpg": (DDPG, DDPGConfig),
     "dqn": (DQN, DQNConfig),
+    "ia2c": (IA2C, IA2CConfig),
     "impala": (IMPALA, IMPALAConfig),
+    "ippo": (IPPO, IPPOConfig),
+    "mappo": (MAPPO, MAPPOConfig),
     "ppo": (PPO, PPOConfig),
     "qr_dqn": (QRDQN, QRDQNConfig),
     "r2d2": (R2D2, R2D2Config),

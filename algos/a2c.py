@@ -35,7 +35,7 @@ class A2C(PPO):
         """`-log pi(a|s) A + c_v (V - R)^2 / 2 - c_e H`, section 4 of the paper."""
         b = batch.steps
         policy, value = self._forward(batch)
-        log_prob, entropy = self._log_prob(policy, b["action"])
+        log_prob, entropy = self.head.log_prob(policy, b["action"])
         policy_loss = -log_prob * b["advantage"]
         value_loss = 0.5 * (value - b["value_target"]).square()
         loss = policy_loss + self.value_coefficient * value_loss - self.entropy_coefficient * entropy

@@ -1,7 +1,7 @@
 """The actor-critic that ppo, a2c and impala share: networks, `act`, and log-probabilities of rows or sequences.
 
-Discrete and continuous actions, MLP or CNN, with a GRU, an LSTM or none. It cannot learn: `prepare` and `loss` are the
-algorithm's.
+Discrete, multi-discrete and continuous actions, MLP or CNN, with a GRU, an LSTM or none. It cannot learn: `prepare` and
+`loss` are the algorithm's.
 """
 
 import functools
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchpod import random
 from torchpod.agent import Agent
-from torchpod.nets import CELLS, CNN, Encoder, ObservationNormalizer, RunningMoments, make_torso, orthogonal
-from torchpod.ops import distributions as dists
-from torchpod.specs import Box, Discrete, EnvSpec
+from torchpod.nets import CELLS, CNN, Encoder, ObservationNormalizer, RunningMoments, make_head, make_torso, orthogonal
+from torchpod.nets.nets import STATE
+from torchpod.specs import EnvSpec
 from torchpod.types import FIRST, ActorOutput, Batch, TimeStep, Trajectory, Tree
 
 
@@ -61,11 +60,18 @@ class ActorCritic(Agent):
 
     def __init__(self, spec: EnvSpec, config: ActorCriticConfig) -> None:
         super().__init__()
-        if not isinstance(spec.action, Discrete | Box):
+        head = make_head(spec.action, config.initial_log_std)
+        if head is None:
+            if spec.groups is not None:
+                raise ValueError(
+                    f"{type(self).__name__} is for one agent, and {spec.name} has groups {sorted(spec.groups)}; use "
+                    "algo=ippo, mappo or ia2c."
+                )
             raise ValueError(
-                f"{type(self).__name__} needs one Discrete or Box action, and {spec.name} has {spec.action}."
+                f"{type(self).__name__} needs one Discrete, MultiDiscrete or Box action, and {spec.name} has "
+                f"{spec.action}."
             )
-        self.config, self.action_spec = config, spec.action
+        self.config, self.head = config, head
         self.recurrent, self.reuse_forward = config.recurrent > 0, config.reuse_forward
         self.hyperparameter("reward_scale", config.reward_scale)
         self.hyperparameter("reward_clip", config.reward_clip)
@@ -80,15 +86,16 @@ class ActorCritic(Agent):
         self.return_moments = RunningMoments(()) if config.normalize_reward else None
         make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, _torso(config))
         self.encoder = make()
-        self.value_encoder = None if config.shared or self.recurrent else make()
+        is_central = isinstance(spec.observation, dict) and STATE in spec.observation
+        if is_central and (config.shared or self.recurrent):
+            raise ValueError(
+                f"values that see the {STATE} of {spec.name} need an encoder; use shared=false, recurrent=0."
+            )
+        self.value_encoder = None if config.shared or self.recurrent else make(sees_state=is_central)
         features = self.encoder.out_features
         self.cell = CELLS[config.cell](features, config.recurrent) if self.recurrent else None
         features = config.recurrent or features
-        if isinstance(spec.action, Discrete):
-            self.policy = orthogonal(nn.Linear(features, spec.action.num_values), 0.01)
-        else:
-            self.policy = orthogonal(nn.Linear(features, math.prod(spec.action.shape)), 0.01)
-            self.log_std = nn.Parameter(torch.full((math.prod(spec.action.shape),), config.initial_log_std))
+        self.policy = orthogonal(nn.Linear(features, head.num_outputs), 0.01)
         self.value = orthogonal(nn.Linear(features, 1), 1.0)
 
     def initial_state(self, batch_size: int) -> Tree:
@@ -100,14 +107,8 @@ class ActorCritic(Agent):
         """See `Agent.act`."""
         first = timestep.step_type == FIRST
         policy, value, cell = self._step(timestep.observation, first, state)
-        if isinstance(self.action_spec, Discrete):
-            action = random.categorical(keys, policy) if explore else policy.argmax(-1)
-        else:
-            noise = random.normal(keys, policy.shape[-1]) if explore else torch.zeros_like(policy)
-            raw = policy + self.log_std.exp() * noise
-            center, scale = self._range()
-            action = (center + scale * raw).reshape(*raw.shape[:-1], *self.action_spec.shape)
-        log_prob, _ = self._log_prob(policy, action)
+        action = self.head.draw(policy, keys, explore)
+        log_prob, _ = self.head.log_prob(policy, action)
         extras: dict[str, Tree] = {"action_log_prob": log_prob, "state_value": value}
         if self.reuse_forward:
             extras["forward"] = {"policy": policy, "value": value}
@@ -183,22 +184,6 @@ class ActorCritic(Agent):
         if isinstance(observation, dict) and "action_mask" in observation:
             policy = policy.masked_fill(~observation["action_mask"], -float("inf"))
         return policy, self.value(value_features).squeeze(-1)
-
-    def _log_prob(self, policy: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability `[...]` of actions, and entropy `[...]`."""
-        if isinstance(self.action_spec, Discrete):
-            return dists.categorical_log_prob(policy, action), dists.categorical_entropy(policy)
-        center, scale = self._range()
-        raw = (action.reshape(policy.shape) - center) / scale
-        log_std = self.log_std.expand_as(policy)
-        return dists.normal_log_prob(policy, log_std, raw), dists.normal_entropy(log_std)
-
-    def _range(self) -> tuple[float, float]:
-        """Centre and half width of a bounded action, so that networks work in [-1, 1]; (0, 1) if unbounded."""
-        spec = self.action_spec
-        if isinstance(spec, Box) and math.isfinite(spec.low) and math.isfinite(spec.high):
-            return (spec.high + spec.low) / 2, (spec.high - spec.low) / 2
-        return 0.0, 1.0
 
 
 def _torso(config: ActorCriticConfig) -> Callable[[tuple[int, ...]], CNN] | None:

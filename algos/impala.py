@@ -44,7 +44,7 @@ class IMPALA(ActorCritic):
         """V-trace targets and policy advantages; resets get weight 0."""
         t, out = trajectory.timestep, trajectory.output
         policy, value = self._current(trajectory)
-        log_prob, _ = self._log_prob(policy, out.action)
+        log_prob, _ = self.head.log_prob(policy, out.action)
         target, advantage = vtrace(
             log_prob - out.extras["action_log_prob"],
             self._reward(t.reward[1:]),
@@ -79,7 +79,7 @@ class IMPALA(ActorCritic):
         """`-log pi(a|s) A + c_v (V - v)^2 / 2 - c_e H`, section 4.2 of the paper."""
         b = batch.steps
         policy, value = self._forward(batch)
-        log_prob, entropy = self._log_prob(policy, b["action"])
+        log_prob, entropy = self.head.log_prob(policy, b["action"])
         metrics = {
             "policy_loss": -log_prob * b["advantage"],
             "value_loss": 0.5 * (value - b["value_target"]).square(),

@@ -66,7 +66,7 @@ class PPO(ActorCritic):
         """Clipped surrogate (eq. 7 of the paper), clipped value loss, entropy bonus (eq. 9)."""
         b, c = batch.steps, self.config
         policy, value = self._forward(batch)
-        log_prob, entropy = self._log_prob(policy, b["action"])
+        log_prob, entropy = self.head.log_prob(policy, b["action"])
         log_ratio = log_prob - b["action_log_prob"]
         ratio, advantage = log_ratio.exp(), b["advantage"]
         policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - self.clip, 1 + self.clip) * advantage)

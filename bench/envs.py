@@ -54,7 +54,7 @@ CASES = (
     Case("minatar_seaquest", "Seaquest-MinAtar", 0.2, goal=2.0),
     Case("minatar_space_invaders", "SpaceInvaders-MinAtar", 0.6, figure=0.62e6, goal=2.0),
 )
-ALONE = ("delayed_chain", "grid_world", "point_mass")
+ALONE = ("covid_economy", "delayed_chain", "grid_world", "point_mass", "tag_continuous", "tag_gridworld")
 """Without a peer in gymnax."""
 PRODUCT, GFLOPS = "2048x64x64", 95.1
 """Of the machine of the figures, as in anakin.py."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import random_action
 from torchpod.bench.harness import Measurement
 from torchpod.compile import Compiler
 from torchpod.makers import make_env
@@ -34,17 +35,20 @@ def measure(
     env = make_env({"name": name, **arguments})
     action_spec = env.spec.action
 
-    def draw(keys: Tensor) -> Tensor:
+    def draw(observation: Tree, keys: Tensor) -> Tree:
         if isinstance(action_spec, Discrete):
             return random.to_integer(random.bits(keys, 1)[:, 0], action_spec.num_values)
-        assert isinstance(action_spec, Box)
-        return random.uniform(keys, action_spec.shape[0], action_spec.low, action_spec.high)
+        if isinstance(action_spec, Box):
+            return random.uniform(keys, action_spec.shape[0], action_spec.low, action_spec.high)
+        return random_action(env.spec, observation, keys)
 
     def step(state: Tree, timestep: Tree, sums: Tensor, count: Tensor, env_keys: Tensor, action_keys: Tensor) -> Tree:
         count = count + 1
-        state, timestep = env.step(state, draw(random.at(action_keys, count)), random.at(env_keys, count))
+        action = draw(timestep.observation, random.at(action_keys, count))
+        state, timestep = env.step(state, action, random.at(env_keys, count))
         moved = (timestep.step_type != FIRST).sum()
-        sums = sums + torch.stack([timestep.reward.sum(), moved.float()]).double()
+        reward = torch.stack([leaf.sum() for leaf in pytree.tree_leaves(timestep.reward)]).sum()
+        sums = sums + torch.stack([reward, moved.float()]).double()
         return pytree.tree_map(lambda x: x.contiguous(), (state, timestep, sums, count))
 
     keys = [random.split(random.fold_in(random.key(seed), i), num_envs) for i in range(2)]

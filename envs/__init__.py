@@ -20,6 +20,9 @@ from torchpod.envs.grids.four_rooms import FourRooms
 from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.envs.host import Brax, EnvPool, Gymnasium
 from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
+from torchpod.envs.multi_agent.covid_economy import CovidEconomy
+from torchpod.envs.multi_agent.tag_continuous import TagContinuous
+from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld
 from torchpod.envs.point_mass import PointMass
 
 MAKERS: dict[str, Callable[..., Env]] = {
@@ -28,6 +31,7 @@ MAKERS: dict[str, Callable[..., Env]] = {
     "brax": Brax,
     "cartpole": CartPole,
     "catch": Catch,
+    "covid_economy": CovidEconomy,
     "deep_sea": DeepSea,
     "delayed_chain": DelayedChain,
     "envpool": EnvPool,
@@ -44,6 +48,8 @@ MAKERS: dict[str, Callable[..., Env]] = {
     "mountain_car_continuous": MountainCarContinuous,
     "pendulum": Pendulum,
     "point_mass": PointMass,
+    "tag_continuous": TagContinuous,
+    "tag_gridworld": TagGridWorld,
 }
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "Breakout",
     "CartPole",
     "Catch",
+    "CovidEconomy",
     "DeepSea",
     "DelayedChain",
     "EnvPool",
@@ -69,4 +76,6 @@ __all__ = [
     "PointMass",
     "Seaquest",
     "SpaceInvaders",
+    "TagContinuous",
+    "TagGridWorld",
 ]

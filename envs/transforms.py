@@ -145,7 +145,11 @@ class StickyAction(Transform):
     def start(self, timestep: TimeStep) -> tuple[Tree, TimeStep]:
         """Nothing to repeat yet."""
         size, device = timestep.step_type.shape[0], timestep.step_type.device
-        action = _zeros(self.spec.action, size, device)
+        groups = self.spec.groups
+        if groups is None:
+            action = _zeros(self.spec.action, (size,), device)
+        else:
+            action = {g: _zeros(self.spec.action[g], (size, n), device) for g, n in groups.items()}
         return (action, torch.ones(size, dtype=torch.bool, device=device)), timestep
 
     def before(self, own: Tree, action: Tree, keys: Tensor) -> tuple[Tree, Tree]:
@@ -177,28 +181,38 @@ class RewardClip(Transform):
 class Flatten(Transform):
     """One float32 vector of all that is observed, in the order of the names; bytes are scaled to [0, 1].
 
-    An `action_mask` stays beside it: then the observation is `{"observation": ..., "action_mask": ...}`.
+    An `action_mask` stays beside it: then the observation is `{"observation": ..., "action_mask": ...}`. Groups of
+    agents stay apart.
     """
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         spec = env.spec.observation
-        size = sum(math.prod(leaf.shape) for _, leaf in _entries(spec))
-        flat: SpecTree = Array((size,))
-        if isinstance(spec, dict) and "action_mask" in spec:
-            flat = {"observation": flat, "action_mask": spec["action_mask"]}
+        flat = self._flat_spec(spec) if env.spec.groups is None else {g: self._flat_spec(s) for g, s in spec.items()}
         self.spec = dataclasses.replace(env.spec, observation=flat)
 
     def show(self, timestep: TimeStep) -> TimeStep:
         """Flattens."""
+        seen = timestep.observation
+        if self.spec.groups is None:
+            return timestep._replace(observation=self._flat(seen, 1))
+        return timestep._replace(observation={g: self._flat(x, 2) for g, x in seen.items()})
+
+    @staticmethod
+    def _flat_spec(spec: SpecTree) -> SpecTree:
+        flat = Array((sum(math.prod(leaf.shape) for _, leaf in _entries(spec)),))
+        masked = isinstance(spec, dict) and "action_mask" in spec
+        return {"observation": flat, "action_mask": spec["action_mask"]} if masked else flat
+
+    @staticmethod
+    def _flat(observation: Tree, num_leading: int) -> Tree:
         columns = []
-        for _, x in _entries(timestep.observation):
+        for _, x in _entries(observation):
             scaled = x.float() / 255 if x.dtype == torch.uint8 else x.float()
-            columns.append(scaled.reshape(x.shape[0], -1))
-        flat: Tree = torch.cat(columns, -1)
-        if isinstance(self.spec.observation, dict):
-            flat = {"observation": flat, "action_mask": timestep.observation["action_mask"]}
-        return timestep._replace(observation=flat)
+            columns.append(scaled.reshape(*x.shape[:num_leading], -1))
+        flat = torch.cat(columns, -1)
+        masked = isinstance(observation, dict) and "action_mask" in observation
+        return {"observation": flat, "action_mask": observation["action_mask"]} if masked else flat
 
 
 class OneHot(Transform):
@@ -323,7 +337,7 @@ def _entries(tree: Tree, name: str = "") -> list[tuple[str, Any]]:
     return [entry for k in sorted(tree) if k != "action_mask" for entry in _entries(tree[k], k)]
 
 
-def _zeros(spec: SpecTree, size: int, device: torch.device) -> Tree:
+def _zeros(spec: SpecTree, lead: tuple[int, ...], device: torch.device) -> Tree:
     if isinstance(spec, dict):
-        return {k: _zeros(s, size, device) for k, s in spec.items()}
-    return torch.zeros((size, *spec.shape), dtype=spec.dtype, device=device)
+        return {k: _zeros(s, lead, device) for k, s in spec.items()}
+    return torch.zeros((*lead, *spec.shape), dtype=spec.dtype, device=device)

@@ -41,7 +41,10 @@ def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
         pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
     if override == "env=brax" and importlib.util.find_spec("brax") is None:
         pytest.skip("the extra `brax` is not installed")
-    host = ["loop=sebulba"] if override in ("env=brax", "env=envpool", "env=gymnasium") else []
+    many = override.startswith("env=") and make_env(load([override]).env).spec.groups is not None
+    host = ["algo=ippo"] if many else []
+    host += ["env=tag_gridworld"] if override in ("algo=ia2c", "algo=ippo", "algo=mappo") else []
+    host += ["loop=sebulba"] if override in ("env=brax", "env=envpool", "env=gymnasium") else []
     host += ["env.task=fast"] if override == "env=brax" else []  # others take long to compile
     continuous = [f"algo={x}" for x in ("apg", "ddpg", "shac", "td3")] + [f"loss={x}" for x in CONTINUOUS]
     host += ["env=pendulum"] if override in continuous else []

@@ -61,7 +61,7 @@ def test_without_a_command_or_with_help_it_says_what_there_is(call: Call):
 def test_an_unknown_command_is_refused(call: Call):
     assert (
         error_of(call("coach"))
-        == "torchpod coach is no command; use train, eval, export, plot, warmup, list, doctor, bench."
+        == "torchpod coach is no command; use train, eval, export, plot, warmup, check, list, doctor, bench."
     )
 
 

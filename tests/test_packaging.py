@@ -57,6 +57,8 @@ def test_wheel_holds_every_module_and_config(artefacts: tuple[Path, Path]) -> No
     names = set(zipfile.ZipFile(artefacts[1]).namelist())
     assert {n for n in names if n.endswith(".py")} == package_files(".py")
     assert {n for n in names if n.endswith(".yaml")} == package_files(".yaml")
+    assert {n for n in names if n.endswith(".csv")} == package_files(".csv")
+    assert "torchpod/envs/multi_agent/data/README.md" in names  # whose data it is, and on what terms
     assert "torchpod/py.typed" in names
     assert {n.split("/")[0] for n in names} == {"torchpod", "torchpod_rl-0.1.0.dist-info"}
 
@@ -65,7 +67,7 @@ def test_sdist_holds_files_where_the_tree_has_links(artefacts: tuple[Path, Path]
     with tarfile.open(artefacts[0]) as tar:
         files = {m.name.split("/", 1)[1] for m in tar.getmembers() if m.isreg()}
         assert not [m.name for m in tar.getmembers() if m.issym() or m.islnk()]
-    assert package_files(".py") | package_files(".yaml") <= files
+    assert package_files(".py") | package_files(".yaml") | package_files(".csv") <= files
 
 
 def test_wheel_works_from_another_folder(artefacts: tuple[Path, Path], tmp_path: Path) -> None:

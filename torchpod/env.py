@@ -72,6 +72,10 @@ class TensorEnv:
         """The observation of a state."""
         raise NotImplementedError(f"{type(self).__name__} must define observe(self, state).")
 
+    def extras(self, state: Tree) -> dict[str, Tree]:
+        """What else a timestep says, such as `alive` (see `TimeStep.extras`); by default nothing."""
+        return {}
+
     def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
         """See `Env.init`."""
         return self.begin(self.reset(keys), keys)
@@ -85,7 +89,9 @@ class TensorEnv:
         groups = self.spec.groups
         reward = zero if groups is None else {g: zero[:, None].expand(-1, n) for g, n in groups.items()}
         yes = torch.ones_like(no)
-        timestep = make_timestep(self.observe(state), reward, reset=yes, terminated=no, truncated=no)
+        timestep = make_timestep(
+            self.observe(state), reward, reset=yes, terminated=no, truncated=no, extras=self.extras(state)
+        )
         return (state, count, no), timestep
 
     def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
@@ -98,7 +104,12 @@ class TensorEnv:
         limit = self.spec.max_episode_steps
         truncated = count >= limit if limit is not None else torch.zeros_like(was_last)
         timestep = make_timestep(
-            self.observe(inner), reward, reset=was_last, terminated=terminated, truncated=truncated
+            self.observe(inner),
+            reward,
+            reset=was_last,
+            terminated=terminated,
+            truncated=truncated,
+            extras=self.extras(inner),
         )
         return (inner, count, timestep.step_type == LAST), timestep
 
@@ -120,16 +131,17 @@ def make_timestep(
       reset: `[B]` bool, True where this step starts an episode; it wins over the next two.
       terminated: `[B]` bool, the episode ended by its own rules: no value after it.
       truncated: `[B]` bool, the episode was cut: its value goes on. Termination wins.
-      extras: added to `raw_reward` and `game_over`.
+      extras: added to `raw_reward` and `game_over`. Where `alive` is False, the discount is 0: that agent's part ended.
     """
     last = (terminated | truncated) & ~reset
     step_type = torch.where(reset, FIRST, torch.where(last, LAST, MID)).to(torch.int32)
     reward = pytree.tree_map(lambda r: r.masked_fill(_like(reset, r), 0.0), reward)
     ended = terminated & ~reset
     discount = pytree.tree_map(lambda r: torch.ones_like(r).masked_fill(_like(ended, r), 0.0), reward)
-    return TimeStep(
-        step_type, reward, discount, observation, {"raw_reward": reward, "game_over": last} | (extras or {})
-    )
+    extras = {"raw_reward": reward, "game_over": last} | (extras or {})
+    if "alive" in extras:
+        discount = pytree.tree_map(torch.mul, discount, extras["alive"])
+    return TimeStep(step_type, reward, discount, observation, extras)
 
 
 def where(condition: Tensor, on_true: Tree, on_false: Tree) -> Tree:

@@ -75,6 +75,16 @@ SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[
 metrics."""
 
 
+def weights_of(steps: dict[str, Tensor]) -> list[str]:
+    """Names of the weights among the columns of a batch: `weight`, and `POLICY/weight` of several policies."""
+    return [name for name in steps if name.rpartition("/")[2] == "weight"]
+
+
+def weight_of(name: str) -> str:
+    """The weights that belong to a column: those with the same prefix."""
+    return "/".join([*name.split("/")[:-1], "weight"])
+
+
 class Learner:
     """Updates an agent from trajectories.
 
@@ -355,9 +365,9 @@ class Learner:
     def _cut(self, minibatches: Batch) -> list[Batch]:
         """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
         axis = self._axis + (1 if self.agent.recurrent else 0)  # of rows, or environments, once M is gone
-        weight = minibatches.steps["weight"].select(self._axis, 0)
-        rows = weight.shape[axis]
-        num_chunks = self._num_chunks(weight.shape[self._axis :].numel(), rows, weight.device.type)
+        weights = [minibatches.steps[name].select(self._axis, 0) for name in weights_of(minibatches.steps)]
+        rows, total = weights[0].shape[axis], max(x.shape[self._axis :].numel() for x in weights)
+        num_chunks = self._num_chunks(total, rows, weights[0].device.type)
         if self._tree is None:  # made once: batches of one agent are built alike
             self._tree = reader(minibatches), writer(minibatches), len(paths(minibatches.steps))
         read, write, num_steps_tensors = self._tree
@@ -392,7 +402,7 @@ class Learner:
         return batch._replace(steps=by_env)
 
     def _deal_one(self, batch: Batch, keys: Tensor) -> tuple[Batch, Tensor]:
-        """Shuffles rows into minibatches `[M, ...]`, and takes their moments `[M, 1 + 2 * S]`.
+        """Shuffles rows into minibatches `[M, ...]`, and takes their moments `[M, W + 2 * S]`.
 
         Rows are dealt like cards: out of every M that lie together (in the shuffled time of one environment, or side
         by side in M environments) each minibatch gets one. The deal depends only on the environments' own keys, so
@@ -432,28 +442,28 @@ class Learner:
         return Batch(steps, actor_state), self.moments_of(steps)
 
     def moments_of(self, steps: dict[str, Tensor]) -> Tensor:
-        """`[M, 1 + 2 * S]` of minibatches `[M, ...]`: the sum of weights, and what standardised columns need."""
-        weight = steps["weight"].double()
-        dims = tuple(range(1, weight.ndim))
-        columns = [weight.sum(dims)]
+        """`[M, W + 2 * S]` of minibatches `[M, ...]`: the sums of weights, and what standardised columns need."""
+        columns = [steps[name].double().flatten(1).sum(1) for name in weights_of(steps)]
         for name in self.agent.standardise:
-            x = steps[name].double()
-            columns += [(weight * x).sum(dims), (weight * x * x).sum(dims)]
+            weight, x = (steps[k].double().flatten(1) for k in (weight_of(name), name))
+            columns += [(weight * x).sum(1), (weight * x * x).sum(1)]
         return torch.stack(columns, 1)
 
     def _standardise_one(self, minibatches: Batch, moments: Tensor) -> Batch:
         """Weights that sum to 1, and columns of mean 0 and std 1, per minibatch over all ranks."""
-        steps = dict(minibatches.steps)
+        steps, columns, counts = dict(minibatches.steps), list(moments.unbind(1)), {}
 
-        def column(i: int) -> Tensor:
-            return moments[:, i].reshape(-1, *[1] * (steps["weight"].ndim - 1))
+        def like(column: Tensor, x: Tensor) -> Tensor:
+            return column.reshape(-1, *[1] * (x.ndim - 1))
 
-        count = torch.where(column(0) > 0, column(0), 1.0)
-        steps["weight"] = (steps["weight"] / count).to(steps["weight"].dtype)
-        for i, name in enumerate(self.agent.standardise):
-            mean = column(2 * i + 1) / count
-            variance = (column(2 * i + 2) / count - mean * mean).clamp(min=0.0)
-            steps[name] = ((steps[name] - mean) / (variance.sqrt() + 1e-8)).to(steps[name].dtype)
+        for name in weights_of(steps):
+            column = columns.pop(0)
+            counts[name] = torch.where(column > 0, column, 1.0)
+            steps[name] = (steps[name] / like(counts[name], steps[name])).to(steps[name].dtype)
+        for name in self.agent.standardise:
+            x, (mean, square) = steps[name], (columns.pop(0) / counts[weight_of(name)] for _ in range(2))
+            std = (square - mean * mean).clamp(min=0.0).sqrt() + 1e-8
+            steps[name] = ((x - like(mean, x)) / like(std, x)).to(x.dtype)
         return minibatches._replace(steps=steps)
 
     def _gradient_one(

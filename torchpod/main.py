@@ -1,4 +1,4 @@
-"""The command line: `torchpod train | eval | export | plot | warmup | list | doctor | bench`, over modules."""
+"""The command line: `torchpod train | eval | export | plot | warmup | check | list | doctor | bench`, over modules."""
 
 import argparse
 import os
@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from torchpod import envs
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import RecompilationError
 from torchpod.config import GROUPS, ConfigError, choices, load
 from torchpod.distributed import RankError, SplitError
+from torchpod.makers import find
 from torchpod.run import NonFiniteErrorInRun, Run, execute
 from torchpod.sebulba import ActorError
 from torchpod.stop import Interrupted
@@ -24,6 +28,7 @@ torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder
 torchpod export RUN [--out FILE]  write the greedy policy as a program of torch.export, which needs no torchpod
 torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod warmup [KEY=VALUE ...]   compile all that a run with these settings needs, for the runs that follow
+torchpod check ENV REFERENCE      compare an environment with one in plain Python: each a file.py:Class or module:Class
 torchpod list envs|algos|experiments|losses
 torchpod doctor                   what works on this machine, and why not
 torchpod bench SUITE [--json FILE]"""
@@ -156,6 +161,42 @@ def _warmup(rest: list[str]) -> int:
     return 0
 
 
+def _check(rest: list[str]) -> int:
+    from torchpod.testing import check_consistency
+
+    parser = argparse.ArgumentParser("torchpod check")
+    parser.add_argument("env", help="a name of `torchpod list envs`, my_env.py:MyEnv or my_module:MyEnv")
+    parser.add_argument("reference", help="my_reference.py:MyReference or my_module:MyReference")
+    parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="of both constructors")
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=None, help="default: past the time limit twice, at most 1000")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rtol", type=float, default=1e-5)
+    parser.add_argument("--atol", type=float, default=1e-6)
+    parser.add_argument("--compile", action="store_true", help="compare the compiled step")
+    options = parser.parse_args(rest)
+    parts = [each.partition("=") for each in options.arguments]
+    for name, equals, _ in parts:
+        if not equals:
+            raise ConfigError(f"torchpod check: {name} is no NAME=VALUE; use e.g. {name}=5.")
+    arguments = {name: yaml.safe_load(value) for name, _, value in parts}
+    report = check_consistency(
+        find(options.env, envs.MAKERS, "env")(**arguments),
+        find(options.reference, {}, "reference")(**arguments),
+        num_envs=options.num_envs,
+        num_steps=options.steps,
+        seed=options.seed,
+        rtol=options.rtol,
+        atol=options.atol,
+        compile=options.compile,
+    )
+    print(
+        f"{options.env} does what {options.reference} does: {report.num_steps:,} steps, {report.num_episodes:,} "
+        f"episodes, largest difference {report.largest:.2g}"
+    )
+    return 0
+
+
 def _list(rest: list[str]) -> int:
     groups = {"envs": "env", "algos": "algo", "experiments": "experiment", "losses": "loss"}
     if len(rest) != 1 or rest[0] not in groups:
@@ -185,6 +226,7 @@ COMMANDS: dict[str, Any] = {
     "export": _export,
     "plot": _plot,
     "warmup": _warmup,
+    "check": _check,
     "list": _list,
     "doctor": _doctor,
     "bench": _bench,

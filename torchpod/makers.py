@@ -67,7 +67,7 @@ def _make_bare(config: dict[str, Any]) -> Env:
             f"env={config['name']} was a Python object; hand it over again, e.g. train(env=..., resume=RUN)."
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
-    maker = _find(config["name"], envs.MAKERS, "env")
+    maker = find(config["name"], envs.MAKERS, "env")
     wrapping = {}
     if "processes" in arguments and "processes" not in inspect.signature(maker).parameters:
         wrapping["processes"] = arguments.pop("processes")
@@ -106,12 +106,12 @@ class _HostMaker:
 
 
 def _host_maker(name: str, arguments: dict[str, Any]) -> _HostMaker:
-    return _HostMaker(name, arguments, _find(name, envs.MAKERS, "env"))
+    return _HostMaker(name, arguments, find(name, envs.MAKERS, "env"))
 
 
 def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
     """A function that builds the agent of an algorithm for an environment."""
-    found = _find(config.name, algos.MAKERS, "algo")
+    found = find(config.name, algos.MAKERS, "algo")
     agent_class, config_class = found if isinstance(found, tuple) else (found, _config_class(found, config.name))
     for field in dataclasses.fields(config_class):
         has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
@@ -150,13 +150,18 @@ def _config_class(agent_class: Any, name: str) -> type:
     return config_class
 
 
-def _find(name: str, makers: Mapping[str, Any], group: str) -> Any:
-    """A maker by name, or a class in a file of the user's by `path.py:Class`."""
+def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
+    """A maker by name, or a class of the user's by `path.py:Class`, or `module:Class` of what is installed."""
     if name in makers:
         return makers[name]
     if name.endswith(".py"):
         raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyClass.")
     path, _, attribute = name.rpartition(":")
+    if path and not path.endswith(".py") and importlib.util.find_spec(path.partition(".")[0]):
+        try:
+            return getattr(importlib.import_module(path), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{group}={name} cannot be imported: {error}") from error
     if not path.endswith(".py"):
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
     if not Path(path).is_file():

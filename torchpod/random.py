@@ -151,6 +151,11 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
       key: `[..., 3]`.
       logits: `[..., A]`; -inf marks what must never be drawn.
     """
+    return choose(uniform(key, 1), logits)
+
+
+def choose(height: Tensor, logits: Tensor) -> Tensor:
+    """The same by a given uniform number, `[..., 1]` in [0, 1)."""
     probs = logits.softmax(-1)
     num = probs.shape[-1]
     if num <= 32:  # fuses into one kernel; a cumsum does not
@@ -159,7 +164,7 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
     else:
         cdf = probs.cumsum(-1)
     # Scaled by the total: rounding may leave it below 1, and then the last index would win even with probability 0.
-    threshold = uniform(key, 1) * cdf[..., -1:]
+    threshold = height * cdf[..., -1:]
     return (threshold >= cdf[..., :-1]).sum(-1)
 
 

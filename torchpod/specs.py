@@ -45,6 +45,23 @@ class Discrete:
 
 
 @dataclass(frozen=True)
+class MultiDiscrete:
+    """Several integers, the i-th in `{0, ..., nvec[i] - 1}`, along the last axis."""
+
+    nvec: tuple[int, ...]
+    dtype: torch.dtype = torch.int64
+
+    def __post_init__(self) -> None:
+        if not self.nvec or min(self.nvec) < 1:
+            raise ValueError(f"MultiDiscrete needs integers of at least one value each, not nvec={self.nvec}.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(len(nvec),)`."""
+        return (len(self.nvec),)
+
+
+@dataclass(frozen=True)
 class Traits:
     """What an environment can do; the loops choose their path by it.
 

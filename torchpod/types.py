@@ -66,7 +66,8 @@ class Batch(NamedTuple):
     """What `Agent.prepare` makes of a trajectory, and, cut into minibatches, what `Agent.loss` gets.
 
     `steps["weight"]` says how much each row counts; 0 for resets. The learner rescales it so that the weights of one
-    minibatch sum to 1 over all rows, chunks and ranks: a loss is therefore a *weighted sum* over rows.
+    minibatch sum to 1 over all rows, chunks and ranks: a loss is therefore a *weighted sum* over rows. Where a row is
+    of several agents, columns `steps["POLICY/weight"]` `[T, B, N]` say the same of each, and are rescaled likewise.
     """
 
     steps: dict[str, Tree]

@@ -17,13 +17,15 @@ from torchpod.env import TensorEnv
 from torchpod.envs.bsuite.catch import Catch
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import Learner, LearnerConfig
+from torchpod.nets.heads import Categorical, MultiCategorical
 from torchpod.ops.returns import vtrace
 from torchpod.rollout import make_step, start, unroll
-from torchpod.specs import Array, Box, Discrete, EnvSpec
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import check_agent
 from torchpod.types import FIRST, LAST, MID, Batch, TimeStep
 
 DISCRETE = EnvSpec("discrete", observation=Array((5,)), action=Discrete(3))
+PAIR = EnvSpec("pair", observation=Array((5,)), action=MultiDiscrete((3, 2)))
 CONTINUOUS = EnvSpec("continuous", observation=Array((5,)), action=Box((2,), -3.0, 5.0))
 UNBOUNDED = EnvSpec("unbounded", observation=Array((5,)), action=Box((2,)))
 ROWS = 40
@@ -44,7 +46,9 @@ def minibatch(agent, seed, rows=ROWS):
     """Rows of an old policy that is not far away, with weights that sum to 1, some of them 0."""
     rng = np.random.default_rng(seed)
     observation = rng.normal(size=(rows, 5))
-    if isinstance(agent.action_spec, Discrete):
+    if isinstance(agent.head, MultiCategorical):
+        action = rng.integers(0, (3, 2), (rows, 2))
+    elif isinstance(agent.head, Categorical):
         action = rng.integers(0, 3, rows)
     else:
         action = rng.normal(size=(rows, 2)) * 2
@@ -76,13 +80,20 @@ def reference_network(agent, x):
     return policy, value[:, 0]
 
 
+def reference_categorical(policy, action):
+    probs = np.exp(policy) / np.exp(policy).sum(1, keepdims=True)
+    return np.log(probs[np.arange(len(action)), action]), -(probs * np.log(probs)).sum(1)
+
+
 def reference_log_prob(agent, policy, action):
     """Log-probability and entropy; continuous policies are normal in [-1, 1], the scaled range of the action."""
-    if isinstance(agent.action_spec, Discrete):
-        probs = np.exp(policy) / np.exp(policy).sum(1, keepdims=True)
-        return np.log(probs[np.arange(len(action)), action]), -(probs * np.log(probs)).sum(1)
-    log_std = agent.log_std.detach().numpy().astype(np.float64)
-    if math.isfinite(agent.action_spec.low):
+    if isinstance(agent.head, MultiCategorical):
+        parts = [reference_categorical(own, a) for own, a in zip(np.split(policy, [3], 1), action.T, strict=True)]
+        return sum(p[0] for p in parts), sum(p[1] for p in parts)
+    if isinstance(agent.head, Categorical):
+        return reference_categorical(policy, action)
+    log_std = agent.head.log_std.detach().numpy().astype(np.float64)
+    if agent.head.scale != 1.0:
         action = (action - 1.0) / 4.0  # [-3, 5]
     density = -((action - policy) ** 2) / (2 * np.exp(2 * log_std)) - log_std - 0.5 * np.log(2 * np.pi)
     entropy = (0.5 * np.log(2 * np.pi * np.e) + log_std).sum()
@@ -119,7 +130,7 @@ def to_batch(b):
     return Batch({k: torch.tensor(v).float() if v.dtype == np.float64 else torch.tensor(v) for k, v in b.items()})
 
 
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS, UNBOUNDED], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [DISCRETE, PAIR, CONTINUOUS, UNBOUNDED], ids=lambda s: s.name)
 @pytest.mark.parametrize("value_clip", [True, False])
 def test_ppo_loss_equals_the_paper(seed, spec, value_clip):
     agent = make(PPO, spec, seed, value_clip=value_clip, entropy_coefficient=0.1, clip=0.15)
@@ -133,7 +144,7 @@ def test_ppo_loss_equals_the_paper(seed, spec, value_clip):
 
 
 @pytest.mark.parametrize("cls", [A2C, IMPALA])
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [DISCRETE, PAIR, CONTINUOUS], ids=lambda s: s.name)
 def test_a2c_and_impala_loss_equal_the_papers(seed, cls, spec):
     agent = make(cls, spec, seed, entropy_coefficient=0.1)
     b = minibatch(agent, seed)
@@ -141,7 +152,7 @@ def test_a2c_and_impala_loss_equal_the_papers(seed, cls, spec):
     assert out.loss.item() == pytest.approx(reference_a2c(agent, b), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [DISCRETE, PAIR, CONTINUOUS], ids=lambda s: s.name)
 def test_impala_prepares_vtrace_of_the_policy_that_learns(seed, spec):
     """Actions of one policy, targets of another: ratios and values in NumPy, V-trace as tested in tests/ops."""
     actor = make(IMPALA, spec, seed)
@@ -171,7 +182,7 @@ def test_impala_prepares_vtrace_of_the_policy_that_learns(seed, spec):
 
 
 @pytest.mark.parametrize("cls", [PPO, A2C, IMPALA])
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [DISCRETE, PAIR, CONTINUOUS], ids=lambda s: s.name)
 def test_the_learner_follows_the_gradient_of_the_loss(seed, cls, spec):
     agent = make(cls, spec, seed, **({} if cls is IMPALA else {"normalize_advantage": False}))
     env = Fixed(spec)
@@ -209,7 +220,7 @@ class Fixed(TensorEnv):
         return state
 
 
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS, UNBOUNDED], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [DISCRETE, PAIR, CONTINUOUS, UNBOUNDED], ids=lambda s: s.name)
 @pytest.mark.parametrize(("recurrent", "cell"), [(0, "gru"), (4, "gru"), (4, "lstm")])
 def test_act_and_loss_compute_the_same_log_probs_and_values(seed, spec, recurrent, cell):
     """So that the first ratio of every trajectory is 1; with a memory also over resets in the middle of it."""
@@ -225,7 +236,7 @@ def test_act_and_loss_compute_the_same_log_probs_and_values(seed, spec, recurren
     batch = agent.prepare(trajectory, env_keys)
     with torch.no_grad():
         policy, value = agent._sequence(batch.steps["observation"], batch.steps["first"], batch.actor_state)
-        log_prob, _ = agent._log_prob(policy, batch.steps["action"])
+        log_prob, _ = agent.head.log_prob(policy, batch.steps["action"])
     torch.testing.assert_close(value, trajectory.output.extras["state_value"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(log_prob, trajectory.output.extras["action_log_prob"], rtol=1e-4, atol=1e-5)
     if recurrent:
@@ -349,7 +360,7 @@ def test_continuous_actions_have_the_mean_and_spread_of_the_policy(seed):
     with torch.no_grad():
         out, _ = agent.act(timestep, (), random.split(random.key(seed), n))
     policy, _ = reference_network(agent, x[:1].double().numpy())
-    std = 4.0 * agent.log_std.detach().exp().numpy()
+    std = 4.0 * agent.head.log_std.detach().exp().numpy()
     action = out.action.double().numpy()
     assert (abs(action.mean(0) - (1 + 4 * policy[0])) < 6 * std / n**0.5).all()
     np.testing.assert_allclose(action.std(0), std, rtol=6 / (2 * n) ** 0.5)
@@ -367,8 +378,11 @@ def test_hyperparameters_are_tensors_of_the_learner_state(seed):
 
 
 def test_actions_that_ppo_cannot_take_are_refused():
-    with pytest.raises(ValueError, match="PPO needs one Discrete or Box action"):
-        PPO(EnvSpec("pair", Array((1,)), {"a": Discrete(2), "b": Discrete(3)}, groups={"a": 1, "b": 1}))
+    both = {"a": Discrete(2), "b": Discrete(3)}
+    with pytest.raises(ValueError, match="PPO needs one Discrete, MultiDiscrete or Box action"):
+        PPO(EnvSpec("pair", Array((1,)), both))
+    with pytest.raises(ValueError, match="PPO is for one agent, and pair has groups .*; use algo=ippo, mappo or ia2c"):
+        PPO(EnvSpec("pair", {"a": Array((1,)), "b": Array((1,))}, both, groups={"a": 1, "b": 1}))
 
 
 @pytest.mark.parametrize("recurrent", [0, 4])

@@ -9,7 +9,7 @@ import pytest
 
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS
-from torchpod.specs import Discrete
+from torchpod.specs import Discrete, MultiDiscrete
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
@@ -34,13 +34,32 @@ def test_a_section_has_its_picture_source_class_and_arguments(name):
     assert re.findall(r"`(\w+)=", arguments) == list(inspect.signature(maker).parameters)
 
 
+def shape(spec):
+    """That of what is observed, or, of a dict without its mask, what all of it takes."""
+    if isinstance(spec, dict):
+        return " + ".join(shape(leaf) for name, leaf in spec.items() if name != "action_mask")
+    return " x ".join(map(str, spec.shape))
+
+
+def actions(spec):
+    if isinstance(spec, Discrete):
+        return f"{spec.num_values} discrete"
+    if isinstance(spec, MultiDiscrete):
+        return f"{' x '.join(map(str, spec.nvec))} discrete"
+    return f"{spec.shape[0]} continuous"
+
+
 @pytest.mark.parametrize("name", TENSOR)
 def test_the_sizes_are_those_of_the_environment(name):
     spec = MAKERS[name]().spec
     observation, action, limit, _ = ROWS[name].split(" | ")
-    assert observation == " x ".join(map(str, spec.observation.shape))
-    discrete = isinstance(spec.action, Discrete)
-    assert action == (f"{spec.action.num_values} discrete" if discrete else f"{spec.action.shape[0]} continuous")
+    if spec.groups is None:
+        assert observation == shape(spec.observation)
+        assert action == actions(spec.action)
+    else:
+        assert observation == ", ".join(f"{n} x {shape(spec.observation[g])}" for g, n in spec.groups.items())
+        numbers = (f"{n} x {actions(spec.action[g]).removesuffix(' discrete')}" for g, n in spec.groups.items())
+        assert action == ", ".join(numbers) + " discrete"
     assert limit == str(spec.max_episode_steps or "-")
 
 

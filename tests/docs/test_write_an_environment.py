@@ -11,7 +11,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | 
 
 
 def test_the_page_has_its_blocks():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     assert "class MyEnv" in BLOCKS[0]
     assert len(BLOCKS[0].splitlines()) <= 35
 

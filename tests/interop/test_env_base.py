@@ -10,10 +10,11 @@ from torchpod import random
 from torchpod.env import HostEnv, TensorEnv, where
 from torchpod.envs import MAKERS, CartPole, Catch, Pendulum
 from torchpod.interop.env_base import to_torchrl
-from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
 from torchpod.types import LAST
 
 TENSOR = {name: m for name, m in MAKERS.items() if isinstance(m, type) and issubclass(m, TensorEnv)}
+GROUPS = [name for name, maker in TENSOR.items() if maker().spec.groups is not None]
 
 
 class Ladder(TensorEnv):
@@ -34,9 +35,25 @@ class Ladder(TensorEnv):
         return {"place": state, "up": state[:, 1:2] > 0}
 
 
-@pytest.mark.parametrize("name", TENSOR)
+@pytest.mark.parametrize("name", [name for name in TENSOR if name not in GROUPS])
 def test_torchrls_check_passes(name):
     check_env_specs(to_torchrl(TENSOR[name](), 3))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_game_of_several_agents_is_refused_in_one_sentence(name):
+    with pytest.raises(ValueError, match="has groups of agents, which to_torchrl cannot name; use one agent"):
+        to_torchrl(TENSOR[name](), 3)
+
+
+def test_torchrls_check_passes_with_actions_of_several_integers():
+    class Two(Ladder):
+        spec = EnvSpec("two", Ladder.spec.observation, MultiDiscrete((4, 2)), 3)
+
+        def transition(self, state, action, keys):
+            return super().transition(state, action[:, 1], keys)
+
+    check_env_specs(to_torchrl(Two(), 2))
 
 
 def test_torchrls_check_passes_with_nested_observations():

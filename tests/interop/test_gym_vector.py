@@ -14,7 +14,7 @@ from torchpod import random
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import MAKERS, CartPole, Catch, Pendulum
 from torchpod.interop.gym_vector import VectorEnv, space_of
-from torchpod.specs import Array, Box, Discrete, EnvSpec
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.types import FIRST, LAST
 
 IDS = {
@@ -22,6 +22,7 @@ IDS = {
     for maker in MAKERS.values()
     if isinstance(maker, type) and issubclass(maker, TensorEnv)
 }
+GROUPS = [id_ for id_, maker in IDS.items() if maker().spec.groups is not None]
 
 
 class Counter(TensorEnv):
@@ -45,7 +46,7 @@ class Counter(TensorEnv):
         return {"count": state, "mask": state.expand(-1, 2) > 0, "image": image, "id": state[:, 0].long()}
 
 
-@pytest.mark.parametrize("id_", IDS)
+@pytest.mark.parametrize("id_", [id_ for id_ in IDS if id_ not in GROUPS])
 def test_every_registered_environment_steps_as_its_own_rollout_does(id_, seed):
     venv, env = gymnasium.make_vec(id_, num_envs=3), IDS[id_]()
     keys = random.split(random.key(seed), 3)
@@ -63,6 +64,27 @@ def test_every_registered_environment_steps_as_its_own_rollout_does(id_, seed):
         np.testing.assert_array_equal(terminated, last & (timestep.discount == 0))
         np.testing.assert_array_equal(truncated, last & (timestep.discount == 1))
         assert reward.dtype == np.float32 and terminated.dtype == truncated.dtype == bool and infos == {}
+
+
+@pytest.mark.parametrize("id_", GROUPS)
+def test_a_game_of_several_agents_is_refused_in_one_sentence(id_):
+    with pytest.raises(ValueError, match="has groups of agents, which Gymnasium knows nothing of; use one agent"):
+        gymnasium.make_vec(id_, num_envs=3)
+
+
+def test_actions_of_several_integers():
+    class Two(Counter):
+        spec = EnvSpec("two", Counter.spec.observation, MultiDiscrete((2, 3)), 3)
+
+        def transition(self, state, action, keys):
+            return super().transition(state, action[:, 1] // 2, keys)
+
+    venv = VectorEnv(Two(), 2)
+    venv.reset()
+    assert venv.single_action_space == gymnasium.spaces.MultiDiscrete([2, 3])
+    assert venv.step(np.array([[1, 2], [1, 1]]))[2].tolist() == [True, False]
+    with pytest.raises(ValueError, match=r"two takes integers from 0 to \[1 2\] as actions"):
+        venv.step(np.array([[2, 0], [0, 0]]))
 
 
 def test_the_step_after_the_last_ignores_the_action_and_begins_an_episode():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from torchpod import random
+from torchpod.actions import random_action
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS, BernoulliBandit, CartPole, Catch, DelayedChain, FourRooms, GridWorld, MemoryChain
 from torchpod.envs.transforms import FrameStack, RewardClip
@@ -45,8 +46,10 @@ def frames(env, num_steps, seed=0):
         spec = env.spec.action
         if isinstance(spec, Discrete):
             action = random.to_integer(random.bits(words, 1)[..., 0], spec.num_values)
-        else:
+        elif isinstance(spec, Box):
             action = random.uniform(words, spec.shape[0], spec.low, spec.high)
+        else:
+            action = random_action(env.spec, timestep.observation, words)
         state, timestep = env.step(state, action, random.at(keys, torch.tensor(i)))
         made.append(render(env, state, timestep))
     return made

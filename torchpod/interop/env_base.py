@@ -9,13 +9,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torchrl.data import Bounded, Categorical, Composite, TensorSpec, Unbounded
+from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
 from torchpod import random
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv, where
-from torchpod.specs import Box, Discrete, SpecTree
+from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.trees import contiguous
 from torchpod.types import LAST, Tree
 
@@ -155,6 +155,8 @@ def torchrl_spec(spec: SpecTree, lead: torch.Size, device: torch.device | None =
     shape = torch.Size([*lead, *spec.shape])
     if isinstance(spec, Discrete):
         return Categorical(spec.num_values, shape=shape, dtype=spec.dtype, device=device)
+    if isinstance(spec, MultiDiscrete):
+        return MultiCategorical(spec.nvec, shape=shape, dtype=spec.dtype, device=device)
     if isinstance(spec, Box) and abs(spec.low) < float("inf") and abs(spec.high) < float("inf"):
         return Bounded(low=spec.low, high=spec.high, shape=shape, dtype=spec.dtype, device=device)
     if spec.dtype == torch.bool:

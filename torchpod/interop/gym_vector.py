@@ -22,7 +22,7 @@ from torchpod import random
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS
-from torchpod.specs import Array, Box, Discrete, SpecTree
+from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.trees import contiguous
 from torchpod.types import LAST, TimeStep, Tree
 
@@ -129,10 +129,11 @@ class VectorEnv(gymnasium.vector.VectorEnv):
                 f"{name} takes actions of shape {list(self.action_space.shape or ())}, and these are "
                 f"{list(array.shape)}; give one for each of the {self.num_envs} environments."
             )
-        if not isinstance(self.single_action_space, spaces.Discrete):
-            return np.ascontiguousarray(array, self.single_action_space.dtype)
-        num = int(self.single_action_space.n)
-        if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= num:
+        space = self.single_action_space
+        if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            return np.ascontiguousarray(array, space.dtype)
+        num = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        if array.dtype.kind not in "iu" or array.min() < 0 or (array >= num).any():
             raise ValueError(
                 f"{name} takes integers from 0 to {num - 1} as actions, and these are {array.dtype} from "
                 f"{array.min()} to {array.max()}."
@@ -162,6 +163,8 @@ def space_of(spec: SpecTree) -> spaces.Space[Any]:
     dtype: Any = _NUMPY.get(spec.dtype)
     if isinstance(spec, Discrete):
         return spaces.Discrete(spec.num_values, dtype=dtype)
+    if isinstance(spec, MultiDiscrete):
+        return spaces.MultiDiscrete(np.array(spec.nvec), dtype=dtype)
     if spec.dtype == torch.bool:
         return spaces.MultiBinary(spec.shape)
     if dtype is None:

@@ -1,5 +1,6 @@
 """Networks that compile without graph breaks and vmap over populations."""
 
+from torchpod.nets.heads import Head, make_head
 from torchpod.nets.moments import ObservationNormalizer, RunningMoments
 from torchpod.nets.nets import CELLS, CNN, MLP, Encoder, GRUCell, LSTMCell, make_torso, orthogonal
 
@@ -9,9 +10,11 @@ __all__ = [
     "MLP",
     "Encoder",
     "GRUCell",
+    "Head",
     "LSTMCell",
     "ObservationNormalizer",
     "RunningMoments",
+    "make_head",
     "make_torso",
     "orthogonal",
 ]

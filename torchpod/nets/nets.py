@@ -130,17 +130,22 @@ def make_torso(
     return CNN(shape, nn.Sequential(*layers), hidden)
 
 
+STATE = "state"
+"""In a dict observation, what only values may see: of a critic that knows more than the policy."""
+
+
 class Encoder(nn.Module):
     """Picks the network that fits an observation spec: `torso` for `[H, W, C]`, else an MLP on everything flattened.
 
     Bytes are scaled to [0, 1]. A dict observation is flattened and concatenated in the order of its keys,
-    without its `action_mask`.
+    without its `action_mask`, and without its `STATE` unless it is to see that.
 
     Args:
       spec: of the observation.
       hidden: sizes of the MLP.
       activation: of the MLP.
       torso: makes the network for images of a shape `(H, W, C)`; None: flatten them too.
+      sees_state: whether it sees `STATE`.
     """
 
     def __init__(
@@ -149,9 +154,11 @@ class Encoder(nn.Module):
         hidden: Sequence[int],
         activation: str,
         torso: Callable[[tuple[int, ...]], CNN] | None = None,
+        sees_state: bool = False,
     ) -> None:
         super().__init__()
-        self.names = [k for k in sorted(spec) if k != "action_mask"] if isinstance(spec, dict) else None
+        hidden_from_it = ("action_mask",) if sees_state else ("action_mask", STATE)
+        self.names = [k for k in sorted(spec) if k not in hidden_from_it] if isinstance(spec, dict) else None
         leaves: list[Any] = [spec[k] for k in self.names] if isinstance(spec, dict) and self.names else [spec]
         self.event_dims = [len(leaf.shape) for leaf in leaves]
         self.is_image = torso is not None and len(leaves) == 1 and len(leaves[0].shape) == 3

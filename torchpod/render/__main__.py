@@ -4,18 +4,21 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import random_action
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS
 from torchpod.render import describe, render
-from torchpod.specs import Box
+from torchpod.specs import Box, Discrete
 
 MOMENTS = {
     "acrobot": 90,
     "bernoulli_bandit": 40,
     "cartpole": 12,
     "catch": 5,
+    "covid_economy": 330,
     "deep_sea": 5,
     "delayed_chain": 4,
     "four_rooms": 30,
@@ -30,6 +33,8 @@ MOMENTS = {
     "mountain_car_continuous": 60,
     "pendulum": 20,
     "point_mass": 12,
+    "tag_continuous": 60,
+    "tag_gridworld": 30,
 }
 """After how many steps the picture is taken."""
 
@@ -51,14 +56,16 @@ def draw_pictures(folder: Path) -> list[Path]:
             spec = env.spec.action
             if isinstance(spec, Box):
                 action = random.uniform(words, spec.shape[0], spec.low, spec.high)
-            else:
+            elif isinstance(spec, Discrete):
                 action = random.to_integer(random.bits(words, 1)[..., 0], spec.num_values)
+            else:
+                action = random_action(env.spec, timestep.observation, words)
             state, timestep = env.step(state, action, random.at(keys, torch.tensor(i)))
             if timestep.step_type == 0:
                 count, total = 0, 0.0
             else:
                 count += 1
-            reward = float(timestep.reward)
+            reward = sum(float(leaf.mean()) for leaf in pytree.tree_leaves(timestep.reward))
             total += reward
         frame = Image.fromarray(render(env, state, timestep, caption=describe(count, reward, total)))
         files.append(folder / f"{name}.png")

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torchpod import envs
 from torchpod.env import Env, TensorEnv
 from torchpod.envs.transforms import Transform
-from torchpod.render import chains, classic, grids
+from torchpod.render import chains, classic, covid, grids, tag
 from torchpod.render.canvas import CAPTION, Canvas
 from torchpod.render.cells import Mark, default, draw_channels
 from torchpod.types import TimeStep, Tree
@@ -54,6 +54,7 @@ DRAWINGS: dict[type, Drawing] = {
     envs.Breakout: _board(grids.BREAKOUT),
     envs.CartPole: Drawing(classic.draw_cartpole, (480, 300), 30),
     envs.Catch: Drawing(grids.draw_catch, fps=8),
+    envs.CovidEconomy: Drawing(covid.draw_covid_economy, (640, 412), 15),
     envs.DeepSea: Drawing(grids.draw_deep_sea, fps=8),
     envs.DelayedChain: Drawing(chains.draw_delayed_chain, (480, 260), 8),
     envs.FourRooms: Drawing(grids.draw_four_rooms),
@@ -66,6 +67,8 @@ DRAWINGS: dict[type, Drawing] = {
     envs.PointMass: Drawing(classic.draw_point_mass, (400, 400), 10),
     envs.Seaquest: _board(grids.SEAQUEST),
     envs.SpaceInvaders: _board(grids.SPACE_INVADERS),
+    envs.TagContinuous: Drawing(tag.draw_tag_continuous, (540, 424), 15),
+    envs.TagGridWorld: Drawing(tag.draw_tag_gridworld, (540, 424)),
 }
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def _seen_by_gpu(memory: Tensor, device: torch.device) -> Tensor:
     Raises:
       RuntimeError: if CUDA cannot pin that much.
     """
-    runtime, size = torch.cuda.cudart(), memory.numel() * memory.element_size()
+    runtime, size = _runtime(), memory.numel() * memory.element_size()
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
     seen = _Bytes(memory)
     weakref.finalize(seen, _release, memory.data_ptr())
@@ -82,4 +83,8 @@ def _seen_by_gpu(memory: Tensor, device: torch.device) -> Tensor:
 
 def _release(pointer: int) -> None:
     torch.cuda.synchronize()  # somebody may still be writing
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    _runtime().cudaHostUnregister(pointer)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import lead_of
 from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.env import Env
+from torchpod.learner import weight_of, weights_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, EnvSpec, SpecTree
 from torchpod.testing.contract import (
@@ -19,7 +21,6 @@ from torchpod.testing.contract import (
     clone,
     difference,
     form,
-    lead_of,
     named_leaves,
     require,
     require_batched,
@@ -269,18 +270,21 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
             isinstance(leaf, Tensor) and leaf.shape[:2] == (length, size),
             f"{name} must be a tensor [T, B, ...], here [{length}, {size}, ...].",
         )
-    require((weight >= 0).all() and weight.isfinite().all(), "Batch.steps['weight'] must be at least 0, and finite.")
     if agent.reuse_forward:
         _check_forward(trajectory.output.extras.get("forward", ()), batch.steps.get("forward", ()))
     reset = trajectory.timestep.step_type[:length] == LAST
-    require(
-        (weight[reset] == 0).all(),
-        "Batch.steps['weight'] must be 0 at LAST: from there a reset leads to FIRST, and no transition.",
-    )
-    for name in agent.standardise:
+    for name in weights_of(batch.steps):
+        x = batch.steps[name]
+        require((x >= 0).all() and x.isfinite().all(), f"Batch.steps[{name!r}] must be at least 0, and finite.")
         require(
-            name in batch.steps and batch.steps[name].shape == weight.shape,
-            f"standardise names {name!r}, so Batch.steps must hold it as [T, B].",
+            (x[reset] == 0).all(),
+            f"Batch.steps[{name!r}] must be 0 at LAST: from there a reset leads to FIRST, and no transition.",
+        )
+    for name in agent.standardise:
+        weight = batch.steps.get(weight_of(name))
+        require(
+            name in batch.steps and weight is not None and batch.steps[name].shape == weight.shape,
+            f"standardise names {name!r}, so Batch.steps must hold it in the shape of {weight_of(name)!r}.",
         )
     if agent.recurrent:
         for name, leaf in named_leaves(batch.actor_state, "Batch.actor_state"):
@@ -310,12 +314,12 @@ def _check_forward(said: Tree, handed: Tree) -> None:
 def _minibatch(agent: Agent, batch: Batch) -> Batch:
     """The whole batch as one minibatch, as the learner cuts it."""
     steps = dict(batch.steps)
-    weight = steps["weight"] / steps["weight"].sum()
+    steps |= {name: steps[name] / steps[name].sum().clamp(min=1e-8) for name in weights_of(steps)}
     for name in agent.standardise:
+        weight = steps[weight_of(name)]
         mean = (weight * steps[name]).sum()
         std = (weight * (steps[name] - mean).square()).sum().sqrt()
         steps[name] = (steps[name] - mean) / (std + 1e-8)
-    steps["weight"] = weight
     if agent.recurrent:
         return Batch(steps, batch.actor_state)
     return Batch(pytree.tree_map(lambda x: x.flatten(0, 1), steps), ())
@@ -357,7 +361,10 @@ def _check_weights(
     kept = torch.arange(num, device=weight.device) % 2 == 0
 
     def weigh(factor: Tensor | float, source: Batch = batch) -> Batch:
-        return source._replace(steps={**source.steps, "weight": weight * factor})
+        def by(x: Tensor) -> Tensor:
+            return x * (factor.reshape(-1, *[1] * (x.ndim - axis - 1)) if isinstance(factor, Tensor) else factor)
+
+        return source._replace(steps=source.steps | {name: by(source.steps[name]) for name in weights_of(source.steps)})
 
     def value(batch: Batch, key: Tensor = keys[0]) -> Tree:
         losses, out = loss(params, batch, key)
@@ -385,8 +392,7 @@ def _check_weights(
     )
     if difference(value(batch, keys[1]), whole, "result") is not None:
         return  # noise is drawn per row of the minibatch: other rows, other noise
-    twice = _select(batch, torch.arange(num, device=weight.device).repeat(2), axis)
-    twice = twice._replace(steps={**twice.steps, "weight": twice.steps["weight"] / 2})
+    twice = weigh(0.5, _select(batch, torch.arange(num, device=weight.device).repeat(2), axis))
     changed = difference(value(twice), whole, "result", **TOLERANCE)
     require(changed is None, f"Doubling the rows with half the weights must give the same loss; {changed} differs.")
 

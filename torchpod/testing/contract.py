@@ -1,14 +1,12 @@
-"""What both conformance tests need: the error, comparison of trees, and random actions for a spec."""
+"""What both conformance tests need: the error, and comparison of trees."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod import random
-from torchpod.specs import Box, Discrete, EnvSpec, SpecTree
+from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.types import Tree
 
 
@@ -92,6 +90,9 @@ def require_spec(value: Tree, spec: SpecTree, lead: tuple[int, ...], device: tor
     if isinstance(spec, Discrete):
         inside = (value >= 0) & (value < spec.num_values)
         require(inside.all(), f"{name} must be in {{0, ..., {spec.num_values - 1}}}, as its spec says.")
+    if isinstance(spec, MultiDiscrete):
+        inside = (value >= 0) & (value < torch.tensor(spec.nvec, device=device))
+        require(inside.all(), f"{name} must be integers from 0 and below {list(spec.nvec)}, as its spec says.")
 
 
 def require_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str) -> None:
@@ -112,47 +113,6 @@ def require_batched(value: Any, num_envs: int, name: str) -> None:
         bool(shape) and shape[0] == num_envs,
         f"{name} must be a tensor with the B axis first, of {num_envs} rows; it is {_describe(value)}.",
     )
-
-
-def lead_of(spec: EnvSpec, group: str | None, num_envs: int) -> tuple[int, ...]:
-    """The axes before those of a spec: `[B]`, or `[B, N]` for a group."""
-    return (num_envs,) if group is None or spec.groups is None else (num_envs, spec.groups[group])
-
-
-def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
-    """Actions drawn uniformly from those that spec and action mask allow, one row per key `[B, 3]`."""
-    if spec.groups is None:
-        return _draw(spec.action, (keys.shape[0],), _mask_of(observation), keys)
-    return {
-        group: _draw(
-            spec.action[group],
-            lead_of(spec, group, keys.shape[0]),
-            _mask_of(observation[group]),
-            random.fold_in(keys, i),
-        )
-        for i, group in enumerate(spec.groups)
-    }
-
-
-def _mask_of(observation: Tree) -> Tensor | None:
-    return observation.get("action_mask") if isinstance(observation, dict) else None
-
-
-def _draw(spec: SpecTree, lead: tuple[int, ...], mask: Tensor | None, keys: Tensor) -> Tree:
-    if isinstance(spec, dict):
-        return {k: _draw(s, lead, mask, random.fold_in(keys, i)) for i, (k, s) in enumerate(spec.items())}
-    shape = (*lead, *spec.shape)
-    uniform = random.uniform(keys, math.prod(shape[1:])).reshape(shape)
-    if isinstance(spec, Discrete):
-        if mask is None:
-            return (uniform * spec.num_values).to(spec.dtype)
-        nth = (uniform * mask.sum(-1)).long()
-        return (mask.cumsum(-1) > nth[..., None]).int().argmax(-1).to(spec.dtype)
-    low, high = (spec.low, spec.high) if isinstance(spec, Box) else (-1.0, 1.0)
-    low, high = (low if math.isfinite(low) else high - 2.0), (high if math.isfinite(high) else low + 2.0)
-    if not math.isfinite(low):
-        low, high = -1.0, 1.0
-    return (low + (high - low) * uniform).to(spec.dtype)
 
 
 def _describe(value: Any) -> str:

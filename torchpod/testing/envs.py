@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import lead_of, random_action
 from torchpod.compile import Compiler
 from torchpod.env import Env, TensorEnv
 from torchpod.specs import EnvSpec, Traits
@@ -18,9 +19,7 @@ from torchpod.testing.contract import (
     clone,
     difference,
     form,
-    lead_of,
     named_leaves,
-    random_action,
     require,
     require_batched,
     require_spec,

@@ -1,0 +1,368 @@
+"""Many agents and several policies: IPPO, MAPPO and IA2C.
+
+Every agent of an environment with groups follows one policy. To a policy its agents are rows: it sees B x N of them
+where the environment has B, and is an agent like any other, which knows nothing of the others. So are independent PPO,
+de Witt et al. 2020 (https://arxiv.org/abs/2011.09533), and independent A2C; in MAPPO, Yu et al. 2022
+(https://arxiv.org/abs/2103.01955), the values of an agent also look at what all the others observe.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import Agent, Bound
+from torchpod.algos.a2c import A2C, A2CConfig
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.nets.nets import STATE
+from torchpod.specs import Array, EnvSpec, SpecTree
+from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+
+MASK = "action_mask"
+OWN = ("agents", "train")
+"""What a policy may say besides settings of its agent."""
+
+
+@dataclass(frozen=True)
+class IPPOConfig(PPOConfig):
+    """PPO's settings are those of every policy that says nothing else."""
+
+    policies: dict[str, Any] | None = None
+    """`{policy: [agents]}`, or `{policy: {agents: [...], train: false, entropy_coefficient: 0.1}}` with settings of its
+    own. Agents are numbers, which count those of all groups in their order, or names of groups; a policy named like a
+    group need not say them. If none says any, every group has a policy. With `train: false` one stays as it is."""
+
+
+@dataclass(frozen=True)
+class MAPPOConfig(IPPOConfig):
+    """The same."""
+
+
+@dataclass(frozen=True)
+class IA2CConfig(A2CConfig):
+    """A2C's settings are those of every policy that says nothing else."""
+
+    policies: dict[str, Any] | None = None
+    """As in IPPOConfig."""
+
+
+class Members(NamedTuple):
+    """The agents of a policy: of each group those from `start` to `stop`, or these."""
+
+    parts: tuple[tuple[str, slice | tuple[int, ...]], ...]
+    size: int
+
+    def of(self, tree: dict[str, Tree], axis: int) -> Tree:
+        """What a tree by group, `[..., N_group, ...]`, says of them, `[..., N, ...]`, N at `axis`."""
+        found = [pytree.tree_map(lambda x, part=part: _pick(x, part, axis), tree[g]) for g, part in self.parts]
+        return found[0] if len(found) == 1 else pytree.tree_map(lambda *x: torch.cat(x, axis), *found)
+
+
+class Policies(Agent):
+    """An agent per policy, and who follows it.
+
+    Args:
+      spec: of an environment with groups.
+      config: a dataclass with `policies`; see `IPPOConfig`.
+      make: makes the agent of a policy.
+      config_class: of that agent's settings.
+      central: whether its observations hold what all agents observe, too, under `STATE`.
+
+    Raises:
+      ValueError: if the environment has no groups, an agent has no policy or two, the agents of a policy do not observe
+        or act alike, or nothing is to be trained.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        config: Any,
+        make: Callable[[EnvSpec, Any], Agent],
+        config_class: type,
+        *,
+        central: bool = False,
+    ) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        if spec.groups is None:
+            raise ValueError(f"{kind} needs an environment with groups of agents, and {spec.name} has one agent.")
+        self._groups, self._central = dict(spec.groups), central
+        common = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "policies"}
+        given = {name: _as_mapping(name, of) for name, of in (config.policies or {}).items()}
+        if not any("agents" in own for own in given.values()):
+            given = dict.fromkeys(spec.groups, {}) | given
+        ids = _ids(spec, given)
+        self._members = {name: _members(self._groups, own) for name, own in ids.items()}
+        self._places = _places(self._groups, ids)
+        self._trained = tuple(name for name, own in given.items() if own.get("train", True))
+        if not self._trained:
+            raise ValueError(f"policies {sorted(given)} are all train: false; {kind} has nothing to learn.")
+        self.policies = nn.ModuleDict()
+        for name, own in given.items():
+            settings = common | {k: v for k, v in own.items() if k not in OWN}
+            for unknown in settings.keys() - {f.name for f in dataclasses.fields(config_class)}:
+                raise ValueError(
+                    f"policies.{name}.{unknown} is no setting; known: {', '.join(sorted([*OWN, *common]))}."
+                )
+            agent = make(self._spec_of(spec, name), config_class(**settings))
+            if name not in self._trained:
+                _freeze(agent)
+            self.policies[name] = agent
+        agents = dict(self._agents())
+        self.recurrent = any(agent.recurrent for agent in agents.values())
+        if self.recurrent and not all(agent.recurrent for agent in agents.values()):
+            raise ValueError(f"of the policies {sorted(agents)} some are recurrent; let all of them be, or none.")
+        trained = {name: agents[name] for name in self._trained}
+        self.standardise = tuple(f"{name}/{x}" for name, agent in trained.items() for x in agent.standardise)
+        self.max_lag = min((x.max_lag for x in trained.values() if x.max_lag is not None), default=None)
+
+    def optimizer_groups(self) -> dict[str, tuple[str, ...]]:
+        """One per policy that is trained."""
+        return {name: (f"policies.{name}.",) for name in self._trained}
+
+    def initial_state(self, batch_size: int) -> Tree:
+        """By policy, `[B, N, ...]`."""
+        found = {}
+        for name, agent in self._agents():
+            size = self._members[name].size
+            found[name] = _unflat(agent.initial_state(batch_size * size), 0, size)
+        return found
+
+    def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
+        """See `Agent.act`; what the agents say besides is by policy, `[B, N]`."""
+        own = self._keys(keys)
+        action, extras, new = {}, {}, {}
+        for name, agent in self._agents():
+            members = self._members[name]
+            rows = self._rows(timestep, members, 0)
+            out, after = agent.act(rows, _flat(state[name], 0), members.of(own, 1).flatten(0, 1), explore)
+            action[name] = _unflat(out.action, 0, members.size)
+            extras[name], new[name] = (_unflat(x, 0, members.size) for x in (out.extras, after))
+        return ActorOutput(self._by_group(action), extras), new
+
+    def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
+        """See `Agent.prepare`; columns are named `POLICY/COLUMN`, and who is out of the game has weight 0."""
+        t, out, own = trajectory.timestep, trajectory.output, self._keys(keys)
+        steps: dict[str, Tree] = {"weight": (t.step_type[:-1] != LAST).float()}
+        actor_state = {}
+        for name, agent in self._agents(trained=True):
+            members = self._members[name]
+            rows = Trajectory(
+                self._rows(t, members, 1),
+                ActorOutput(_flat(members.of(out.action, 2), 1), _flat(out.extras[name], 1)),
+                _flat(trajectory.actor_state[name], 0),
+                _flat(trajectory.last_actor_state[name], 0),
+            )
+            batch = agent.prepare(rows, members.of(own, 1).flatten(0, 1))
+            columns = _unflat(batch.steps, 1, members.size)
+            if "alive" in t.extras:
+                columns["weight"] = columns["weight"] * members.of(t.extras["alive"], 2)[:-1]
+            steps |= {f"{name}/{column}": x for column, x in columns.items()}
+            actor_state[name] = _unflat(batch.actor_state, 0, members.size)
+        return Batch(steps, actor_state)
+
+    def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
+        """The losses of the policies, each of its own rows."""
+        losses, metrics, axis = {}, {}, 1 if self.recurrent else 0
+        for i, (name, agent) in enumerate(self._agents(trained=True)):
+            columns = {k.removeprefix(f"{name}/"): x for k, x in batch.steps.items() if k.startswith(f"{name}/")}
+            state = _flat(batch.actor_state[name], 0) if self.recurrent else ()
+            out = agent.loss(Batch(_flat(columns, axis), state), random.fold_in(keys, i), None)
+            losses[name] = cast(Tensor, out.loss)
+            metrics |= {f"{name}/{k}": x for k, x in out.metrics.items()}
+        return LossOutput(losses, metrics)
+
+    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor]:
+        """See `Agent.statistics`."""
+        seen = {}
+        for name, agent in self._agents(trained=True):
+            members = self._members[name]
+            output = ActorOutput((), _flat(trajectory.output.extras[name], 1))
+            rows = Trajectory(self._rows(trajectory.timestep, members, 1), output, (), ())
+            seen |= {f"policies.{name}.{k}": x for k, x in agent.statistics(rows).items()}
+        return seen
+
+    def _agents(self, trained: bool = False) -> Iterator[tuple[str, Agent]]:
+        names = self._trained if trained else self.policies
+        return ((name, cast(Agent, self.policies[name])) for name in names)
+
+    def _keys(self, keys: Tensor) -> dict[str, Tensor]:
+        """A key per agent, `{group: [B, N, 3]}`."""
+        sizes = list(self._groups.values())
+        own = random.fold_in(keys[:, None], torch.arange(sum(sizes), device=keys.device))
+        return dict(zip(self._groups, own.split(sizes, 1), strict=True))
+
+    def _rows(self, timestep: TimeStep, members: Members, axis: int) -> TimeStep:
+        """What a policy sees of timesteps `[..., B]`, B at `axis`: `[..., B * N]`."""
+        step_type = timestep.step_type.unsqueeze(axis + 1).expand(*timestep.step_type.shape, members.size)
+        trees = timestep.reward, timestep.discount, timestep.observation
+        reward, discount, observation = (members.of(tree, axis + 1) for tree in trees)
+        if self._central:
+            seen = [_numbers(x, axis + 2) for x in timestep.observation.values()]
+            state = torch.cat([x.flatten(axis + 1) for x in seen], -1).unsqueeze(axis + 1)
+            state = state.expand(*step_type.shape, state.shape[-1])
+            own = observation if isinstance(observation, dict) else {"own": observation}
+            observation = own | {STATE: state}
+        return TimeStep(*(_flat(x, axis) for x in (step_type, reward, discount, observation)), extras={})
+
+    def _by_group(self, tree: dict[str, Tree]) -> dict[str, Tree]:
+        """From what there is of every policy, `[B, N, ...]`, what there is of every group."""
+
+        def of(group: str) -> Tree:
+            names, order = self._places[group]
+            found = [tree[name] for name in names]
+            whole = found[0] if len(found) == 1 else pytree.tree_map(lambda *x: torch.cat(x, 1), *found)
+            return pytree.tree_map(lambda x: _pick(x, order, 1), whole)
+
+        return {group: of(group) for group in self._groups}
+
+    def _spec_of(self, spec: EnvSpec, name: str) -> EnvSpec:
+        """What the agents of a policy observe and do."""
+        groups = [group for group, _ in self._members[name].parts]
+        observation, action = spec.observation[groups[0]], spec.action[groups[0]]
+        for group in groups[1:]:
+            if (spec.observation[group], spec.action[group]) != (observation, action):
+                raise ValueError(
+                    f"policy {name} has agents of {groups[0]} and of {group}, which do not observe or act alike in "
+                    f"{spec.name}: {observation}, {action}, and {spec.observation[group]}, {spec.action[group]}; give "
+                    "them policies of their own."
+                )
+        if self._central:
+            total = sum(n * _num_numbers(spec.observation[g]) for g, n in self._groups.items())
+            own = observation if isinstance(observation, dict) else {"own": observation}
+            observation = own | {STATE: Array((total,))}
+        return EnvSpec(
+            f"{name} of {spec.name}",
+            observation,
+            action,
+            max_episode_steps=spec.max_episode_steps,
+            truncates_early=spec.truncates_early,
+        )
+
+
+class IPPO(Policies):
+    """PPO for every policy, which sees nothing but its own agents."""
+
+    def __init__(self, spec: EnvSpec, config: IPPOConfig = IPPOConfig()) -> None:
+        super().__init__(spec, config, PPO, PPOConfig)
+
+
+class MAPPO(Policies):
+    """PPO for every policy, with values that see what all agents observe."""
+
+    def __init__(self, spec: EnvSpec, config: MAPPOConfig = MAPPOConfig()) -> None:
+        super().__init__(spec, config, PPO, PPOConfig, central=True)
+
+
+class IA2C(Policies):
+    """A2C for every policy."""
+
+    def __init__(self, spec: EnvSpec, config: IA2CConfig = IA2CConfig()) -> None:
+        super().__init__(spec, config, A2C, A2CConfig)
+
+
+def _as_mapping(name: str, given: Any) -> dict[str, Any]:
+    """`{agents: ...}` of `[ids]`."""
+    if not name.isidentifier():
+        raise ValueError(f"policy {name!r} must have a name of letters, digits and underscores.")
+    return dict(given) if isinstance(given, Mapping) else {"agents": given}
+
+
+def _ids(spec: EnvSpec, given: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    """The agents of each policy, by number."""
+    groups = spec.groups or {}
+    starts = dict(zip(groups, [sum(list(groups.values())[:i]) for i in range(len(groups))], strict=True))
+    ranges = {group: range(starts[group], starts[group] + n) for group, n in groups.items()}
+    total, found, owners = sum(groups.values()), {}, {}
+    told = f"{spec.name} has agents 0 to {total - 1} in groups " + ", ".join(f"{g} ({n})" for g, n in groups.items())
+    for name, own in given.items():
+        agents = own.get("agents", [name] if name in groups else None)
+        agents = [agents] if isinstance(agents, str | int) else agents
+        if not agents or not all((a in groups) if isinstance(a, str) else (0 <= a < total) for a in agents):
+            raise ValueError(f"policy {name} has agents {agents}, and {told}; name some of them.")
+        found[name] = [i for a in agents for i in (ranges[a] if isinstance(a, str) else [a])]
+        for i in found[name]:
+            if i in owners:
+                raise ValueError(f"agent {i} of {spec.name} has policies {owners[i]} and {name}; give it one of them.")
+            owners[i] = name
+    left = [i for i in range(total) if i not in owners]
+    if left:
+        shown = f"{left[:5]}{' and more' if len(left) > 5 else ''}"
+        raise ValueError(f"agents {shown} have no policy in {sorted(given)}; {told}.")
+    return found
+
+
+def _members(groups: dict[str, int], ids: list[int]) -> Members:
+    """Where the agents of a policy are."""
+    parts, start = [], 0
+    for group, n in groups.items():
+        own = [i - start for i in ids if start <= i < start + n]
+        if own:
+            parts.append((group, _short(own)))
+        start += n
+    return Members(tuple(parts), len(ids))
+
+
+def _places(groups: dict[str, int], ids: dict[str, list[int]]) -> dict[str, tuple[list[str], Any]]:
+    """For each group, the policies of its agents, and where in what these say, put side by side, its agents are."""
+    found, start = {}, 0
+    for group, n in groups.items():
+        names = [name for name, own in ids.items() if any(start <= i < start + n for i in own)]
+        # As `Members.of` has them: group after group.
+        side_by_side = [i for name in names for i in sorted(ids[name], key=lambda i: _group_of(groups, i))]
+        found[group] = names, _short([side_by_side.index(i) for i in range(start, start + n)])
+        start += n
+    return found
+
+
+def _group_of(groups: dict[str, int], agent: int) -> int:
+    starts = [sum(list(groups.values())[: i + 1]) for i in range(len(groups))]
+    return next(i for i, end in enumerate(starts) if agent < end)
+
+
+def _short(index: list[int]) -> slice | tuple[int, ...]:
+    """A slice, where it is one: a view instead of a copy."""
+    step = range(index[0], index[0] + len(index))
+    return slice(step.start, step.stop) if index == list(step) else tuple(index)
+
+
+def _pick(x: Tensor, part: slice | tuple[int, ...], axis: int) -> Tensor:
+    if isinstance(part, slice):
+        return x.narrow(axis, part.start, part.stop - part.start)
+    return x.index_select(axis, torch.tensor(part, device=x.device))
+
+
+def _flat(tree: Tree, axis: int) -> Tree:
+    """`[..., B, N, ...]`, B at `axis`, to `[..., B * N, ...]`."""
+    return pytree.tree_map(lambda x: x.flatten(axis, axis + 1), tree)
+
+
+def _unflat(tree: Tree, axis: int, size: int) -> Tree:
+    """The other way around."""
+    return pytree.tree_map(lambda x: x.unflatten(axis, (-1, size)), tree)
+
+
+def _numbers(observation: Tree, axis: int) -> Tensor:
+    """All that is observed but masks, `[..., n]` behind so many axes."""
+    parts = observation if isinstance(observation, dict) else {"own": observation}
+    return torch.cat([x.flatten(axis) if x.ndim > axis else x[..., None] for k, x in parts.items() if k != MASK], -1)
+
+
+def _num_numbers(spec: SpecTree) -> int:
+    parts = spec if isinstance(spec, dict) else {"own": spec}
+    return sum(math.prod(x.shape) for k, x in parts.items() if k != MASK)
+
+
+def _freeze(agent: Agent) -> None:
+    """Its parameters become buffers: they are saved and copied, and nothing learns them."""
+    for module in agent.modules():
+        for name, x in list(module._parameters.items()):
+            if x is not None:
+                del module._parameters[name]
+                module.register_buffer(name, x.detach())

@@ -1,0 +1,1 @@
+"""Games of several agents, in groups."""

@@ -1,0 +1,281 @@
+"""Policies of many agents: each learns what its agent would learn alone from the rows of its own agents."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.agent import variables_of
+from torchpod.algos.multi_agent import IA2C, IPPO, MAPPO, IA2CConfig, IPPOConfig, MAPPOConfig
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.env import TensorEnv
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.learner import Learner, LearnerConfig
+from torchpod.rollout import make_step, start, unroll
+from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
+from torchpod.testing import check_agent, check_env
+from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory
+
+CONFIGS = {IPPO: IPPOConfig, MAPPO: MAPPOConfig, IA2C: IA2CConfig}
+AGENTS = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]
+"""By number: their group, and their place in it."""
+T, B = 12, 5
+
+
+class Arena(TensorEnv):
+    """Three agents with masks of which some fall out; one with two choices at once; and two more like the first."""
+
+    spec = EnvSpec(
+        "arena",
+        observation={
+            "a": {"x": Array((3,)), "action_mask": Array((4,), torch.bool)},
+            "b": Array((2,)),
+            "c": {"x": Array((3,)), "action_mask": Array((4,), torch.bool)},
+        },
+        action={"a": Discrete(4), "b": MultiDiscrete((2, 3)), "c": Discrete(4)},
+        max_episode_steps=7,
+        groups={"a": 3, "b": 1, "c": 2},
+    )
+
+    def reset(self, keys):
+        return {"x": random.uniform(keys, 17), "alive": torch.ones(*keys.shape[:-1], 3, dtype=torch.bool)}
+
+    def transition(self, state, action, keys):
+        x = random.uniform(keys, 17)
+        reward = {
+            "a": state["x"][:, :3] * action["a"] * state["alive"],
+            "b": action["b"].float().sum(-1) - state["x"][:, 4:5],
+            "c": state["x"][:, 5:7] - action["c"],
+        }
+        return {"x": x, "alive": state["alive"] & (x[:, 14:] > 0.2)}, reward, x[:, 0] > 0.9
+
+    def observe(self, state):
+        x = state["x"]
+        a, c = x[:, :9].unflatten(1, (3, 3)), x[:, 9:15].unflatten(1, (2, 3))
+        return {"a": self._masked(a), "b": x[:, None, :2], "c": self._masked(c)}
+
+    def extras(self, state):
+        n = state["x"].shape[0]
+        others = {g: torch.ones(n, k, dtype=torch.bool, device=state["x"].device) for g, k in (("b", 1), ("c", 2))}
+        return {"alive": {"a": state["alive"]} | others}
+
+    def _masked(self, x):
+        return {"x": x, "action_mask": torch.arange(4, device=x.device) != (x[..., :1] * 4).long()}
+
+
+ARENA = Arena()
+
+
+def make(cls, seed, spec=Arena.spec, **config):
+    torch.manual_seed(seed)
+    agent = cls(spec, CONFIGS[cls](**{"hidden": (6,), "channels": ()} | config))
+    with torch.no_grad():
+        for x in agent.parameters():
+            x.add_(0.3 * torch.randn_like(x))
+    return agent
+
+
+def rollout(agent, seed):
+    keys = random.split(random.key(seed), B)
+    params, buffers = variables_of(agent)
+    with torch.no_grad():
+        step, carry = make_step(agent, ARENA), start(agent, ARENA, keys)
+        return unroll(step, params | buffers, carry, keys, random.split(random.key(seed + 1), B), length=T)[1]
+
+
+def learned(agent, trajectory, seed):
+    """The parameters after an update with one minibatch."""
+    settings = LearnerConfig(num_epochs=2, num_minibatches=1, learning_rate=0.1, max_grad_norm=1e9)
+    learner = Learner(agent, settings, num_iterations=9)
+    state, metrics = learner.update(learner.init(*variables_of(agent)), trajectory, random.split(random.key(seed), B))
+    return state, metrics
+
+
+def test_the_arena_keeps_the_contract():
+    check_env(ARENA, compile=False)
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+@pytest.mark.parametrize("policies", [None, {"one": [4, "a"], "two": ["b"], "three": [5]}])
+def test_every_agent_keeps_the_contract(cls, policies):
+    check_agent(make(cls, 0, policies=policies), ARENA, compile=False)
+
+
+@pytest.mark.parametrize("recurrent", [0, 3])
+@pytest.mark.parametrize(
+    "policies",
+    [None, {"one": [4, 1, 0], "two": [3], "three": [5, 2]}, {"all": ["c", "a"], "b": ["b"]}],
+    ids=["groups", "mixed", "shared"],
+)
+def test_an_agent_acts_as_its_policy_says_and_by_its_own_key(seed, policies, recurrent):
+    """Row by row, and agent by agent."""
+    agent = make(IPPO, seed, policies=policies, recurrent=recurrent)
+    keys = random.split(random.key(seed), B)
+    _, timestep = ARENA.init(keys)
+    state = pytree.tree_map(lambda x: torch.rand_like(x), agent.initial_state(B))
+    timestep = timestep._replace(step_type=timestep.step_type + 1)
+    out, after = agent.act(timestep, state, keys)
+    seen = set()
+    for name, own in (policies or {g: [g] for g in ("a", "b", "c")}).items():
+        numbers = [i for a in own for i, (g, _) in enumerate(AGENTS) if a in (i, g)]
+        policy, ordered = agent.policies[name], sorted(numbers, key=lambda i: AGENTS[i][0])
+        for place, i in enumerate(ordered):
+            group, k = AGENTS[i]
+            observation = pytree.tree_map(lambda x, k=k: x[:, k], timestep.observation[group])
+            rows = TimeStep(
+                timestep.step_type, timestep.reward[group][:, k], timestep.discount[group][:, k], observation, {}
+            )
+            memory = state[name][:, place] if recurrent else ()
+            expected, memory = policy.act(rows, memory, random.fold_in(keys, i))
+            assert torch.equal(out.action[group][:, k], expected.action), (name, i)
+            torch.testing.assert_close(out.extras[name]["state_value"][:, place], expected.extras["state_value"])
+            if recurrent:
+                torch.testing.assert_close(after[name][:, place], memory)
+            seen.add(i)
+    assert seen == set(range(6))
+
+
+def alone(trajectory, name, numbers):
+    """What a policy's agents saw and did, as a trajectory of an environment with one agent; and who was alive."""
+    t, rows, alive = trajectory.timestep, [], []
+    for place, i in enumerate(numbers):
+        group, k = AGENTS[i]
+
+        def one(tree, group=group, k=k):
+            return pytree.tree_map(lambda x: x[:, :, k], tree[group])
+
+        out = pytree.tree_map(lambda x, place=place: x[:, :, place], trajectory.output.extras[name])
+        timestep = TimeStep(t.step_type, one(t.reward), one(t.discount), one(t.observation), {})
+        rows.append(Trajectory(timestep, ActorOutput(one(trajectory.output.action), out), (), ()))
+        alive.append(t.extras["alive"][group][:-1, :, k])
+    whole = pytree.tree_map(lambda *x: torch.cat(x, 1), *rows)
+    return whole, torch.cat(alive, 1)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_each_policy_takes_the_step_that_its_agent_takes_alone(seed, normalize):
+    """With the rows of its agents alone; those of an agent that is out of the game are none."""
+    policies = {"one": [0, 1, 4], "two": [3], "three": [2, 5]}
+    agent = make(IPPO, seed, policies=policies, normalize_advantage=normalize, entropy_coefficient=0.1)
+    trajectory = rollout(agent, seed)
+    state, metrics = learned(agent, trajectory, seed)
+    for name, numbers in policies.items():
+        rows, alive = alone(trajectory, name, numbers)
+        single = agent.policies[name]
+        assert isinstance(single, PPO)
+        prepare = single.prepare
+
+        def masked(trajectory, keys, prepare=prepare, alive=alive):
+            batch = prepare(trajectory, keys)
+            return batch._replace(steps=batch.steps | {"weight": batch.steps["weight"] * alive})
+
+        single.prepare = masked
+        keys = random.split(random.key(seed), alive.shape[1])
+        settings = LearnerConfig(num_epochs=2, num_minibatches=1, learning_rate=0.1, max_grad_norm=1e9)
+        learner = Learner(single, settings, num_iterations=9)
+        expected, told = learner.update(learner.init(*variables_of(single)), rows, keys)
+        single.prepare = prepare
+        for key, x in expected.params.items():
+            torch.testing.assert_close(state.params[f"policies.{name}.{key}"], x, rtol=1e-4, atol=1e-5)
+        for key in ("entropy", "value_loss"):
+            torch.testing.assert_close(metrics[f"{name}/{key}"], told[key], rtol=1e-4, atol=1e-5)
+        before = dict(single.named_parameters())
+        assert all((expected.params[key] - before[key]).any() for key in before)
+
+
+def test_who_is_out_of_the_game_teaches_nothing_and_has_no_value_after_it(seed):
+    agent = make(IPPO, seed)
+    trajectory = rollout(agent, seed)
+    alive, t = trajectory.timestep.extras["alive"]["a"], trajectory.timestep
+    assert not alive.all()
+    batch = agent.prepare(trajectory, random.split(random.key(seed), B))
+    real = t.step_type[:-1] != LAST
+    assert torch.equal(batch.steps["a/weight"], (alive[:-1] & real[..., None]).float())
+    assert torch.equal(batch.steps["c/weight"], real[..., None].float().expand(-1, -1, 2))
+    falls = alive[:-1] & ~alive[1:] & real[..., None]
+    assert falls.any()
+    value = trajectory.output.extras["a"]["state_value"]
+    torch.testing.assert_close(batch.steps["a/advantage"][falls], (t.reward["a"][1:] - value)[falls])
+    state, _ = learned(agent, trajectory, seed)
+    noise = torch.where(alive[..., None], t.observation["a"]["x"], torch.rand_like(t.observation["a"]["x"]))
+    observation = t.observation | {"a": t.observation["a"] | {"x": noise}}
+    reward = t.reward | {"a": torch.where(torch.cat([alive[:1], alive[:-1]]), t.reward["a"], 99.0)}
+    other, _ = learned(agent, trajectory._replace(timestep=t._replace(observation=observation, reward=reward)), seed)
+    for name, x in state.params.items():
+        torch.testing.assert_close(other.params[name], x, msg=name)
+
+
+def test_a_policy_that_is_not_trained_stays_as_it_is(seed):
+    agent = make(IPPO, seed, policies={"a": {"train": False}, "b": {"entropy_coefficient": 0.7}})
+    names = {name for name, _ in agent.named_parameters()}
+    assert names and not any(name.startswith("policies.a.") for name in names)
+    assert list(agent.optimizer_groups()) == ["b", "c"]
+    own = [agent.policies[name].entropy_coefficient.item() for name in "abc"]
+    np.testing.assert_allclose(own, [0.01, 0.7, 0.01])
+    before = variables_of(agent)[1]
+    trajectory = rollout(agent, seed)
+    state, metrics = learned(agent, trajectory, seed)
+    assert all(torch.equal(x, state.buffers[name]) for name, x in before.items())
+    assert "policies.a.policy.weight" in before and not any(name.startswith("a/") for name in metrics)
+
+
+def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):
+    agent, keys = make(MAPPO, seed), random.split(random.key(seed), B)
+    _, timestep = ARENA.init(keys)
+    said = [agent.act(timestep, agent.initial_state(B), keys)[0]]
+    other = timestep.observation | {"b": timestep.observation["b"] + 1}
+    said.append(agent.act(timestep._replace(observation=other), agent.initial_state(B), keys)[0])
+    for name in "ac":
+        assert torch.equal(said[0].action[name], said[1].action[name])
+        first, second = (out.extras[name] for out in said)
+        assert torch.equal(first["action_log_prob"], second["action_log_prob"])
+        assert (first["state_value"] != second["state_value"]).all()
+    assert agent.policies["a"].value_encoder.net[0].in_features == 3 + 3 * 3 + 2 + 2 * 3
+    alone = make(IPPO, seed)
+    values = [
+        alone.act(timestep._replace(observation=x), alone.initial_state(B), keys)[0].extras["a"]["state_value"]
+        for x in (timestep.observation, other)
+    ]
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (
+            {"one": [0, 1, 2, 3, 4]},
+            r"agents \[5\] have no policy in \['one'\]; arena has agents 0 to 5 in groups a \(3\)",
+        ),
+        ({"one": ["a", "b", "c"], "two": [5]}, "agent 5 of arena has policies one and two; give it one of them"),
+        ({"one": ["a", "a"], "two": ["b", "c"]}, "agent 0 of arena has policies one and one"),
+        ({"one": [6]}, r"policy one has agents \[6\], and arena has agents 0 to 5"),
+        ({"one": ["d"]}, r"policy one has agents \['d'\], and arena has agents"),
+        ({"one": []}, r"policy one has agents \[\], and arena has agents"),
+        ({"one": {"train": True}}, "policy one has agents None, and arena has agents"),
+        (
+            {"one": ["a", "b"], "c": ["c"]},
+            "policy one has agents of a and of b, which do not observe or act alike in ar",
+        ),
+        ({"a": {"clipp": 1}}, "policies.a.clipp is no setting; known: activation, agents, "),
+        (dict.fromkeys("abc", {"train": False}), r"policies \['a', 'b', 'c'\] are all train: false; IPPO has nothing"),
+        ({"a/b": ["a"], "c": ["b", "c"]}, "policy 'a/b' must have a name of letters"),
+        ({"a": {"recurrent": 3}}, r"of the policies \['a', 'b', 'c'\] some are recurrent; let all of them be, or none"),
+    ],
+)
+def test_policies_that_cannot_work_are_refused(policies, message):
+    with pytest.raises(ValueError, match=message):
+        make(IPPO, 0, policies=policies)
+
+
+def test_policies_are_for_many_agents_and_need_their_own_values():
+    with pytest.raises(ValueError, match="IPPO needs an environment with groups of agents, and cartpole has one agent"):
+        make(IPPO, 0, spec=CartPole().spec)
+    for config in ({"shared": True}, {"recurrent": 4}):
+        with pytest.raises(ValueError, match="values that see the state of a of arena need an encoder"):
+            make(MAPPO, 0, **config)
+    assert {f.name for f in dataclasses.fields(IPPOConfig)} - {"policies"} == {
+        f.name for f in dataclasses.fields(PPOConfig)
+    }

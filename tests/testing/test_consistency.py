@@ -1,0 +1,200 @@
+"""`check_consistency`: what agrees passes, and the first difference is named, whichever it is."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from torchpod import random
+from torchpod.env import HostEnv, TensorEnv
+from torchpod.envs import FourRooms
+from torchpod.envs.grids.four_rooms import is_wall
+from torchpod.main import main
+from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
+from torchpod.testing import ConsistencyError, check_consistency
+
+MOVES = [(-1, 0), (0, 1), (1, 0), (0, -1)]
+
+
+class Lift(TensorEnv):
+    """Goes up by the action; terminates at the tenth floor."""
+
+    def __init__(self, top=10):
+        self.top = top
+        self.spec = EnvSpec("lift", {"floor": Array((1,)), "top": Array(())}, Discrete(3), max_episode_steps=12)
+
+    def reset(self, keys):
+        return random.to_integer(random.bits(keys, 1)[:, 0], 4)
+
+    def transition(self, state, action, keys):
+        state = state + action
+        return state, state.float(), state >= self.top
+
+    def observe(self, state):
+        return {"floor": state[:, None].float(), "top": torch.full_like(state, self.top).float()}
+
+
+class PlainLift:
+    """The same; `fault` says from which step on something is wrong."""
+
+    def __init__(self, top=10, wrong="", fault=3):
+        self.top, self.wrong, self.fault = top, wrong, fault
+
+    def seen(self):
+        bad = self.wrong == "observation" and self.count >= self.fault
+        return {"floor": [self.floor + 0.5 * bad], "top": self.top}
+
+    def reset(self, state):
+        assert state.dtype == np.int64 and state.shape == ()
+        self.floor, self.count = int(state) + (self.wrong == "start"), 0
+        return self.seen()
+
+    def step(self, action):
+        self.floor, self.count = self.floor + int(action), self.count + 1
+        bad = self.count == self.fault
+        ended = self.floor >= self.top or (self.wrong == "end" and bad)
+        cut = self.count == (11 if self.wrong == "limit" else 12)
+        return self.seen(), self.floor - 0.25 * (self.wrong == "reward" and bad), ended, cut
+
+
+class PlainRooms:
+    """FourRooms, whose floor slips: the reference draws the same words from the key."""
+
+    def reset(self, state):
+        self.agent, self.goal = state.agent.tolist(), state.goal.tolist()
+        return np.array(self.agent + self.goal)
+
+    def step(self, action, key):
+        words = random.bits(key, 2)
+        if random.to_uniform(words[0]) < 1 / 3:
+            action = (action + 1 + int(random.to_integer(words[1], 3))) % 4
+        there = [c + d for c, d in zip(self.agent, MOVES[action], strict=True)]
+        self.agent = self.agent if is_wall(*there) else there
+        found = self.agent == self.goal
+        return np.array(self.agent + self.goal), float(found), found, False
+
+
+class Pair(TensorEnv):
+    """Two groups, each agent with a counter of its own."""
+
+    def __init__(self):
+        action = MultiDiscrete((2, 3))
+        groups = {"a": 3, "b": 1}
+        self.spec = EnvSpec("pair", dict.fromkeys(groups, Array((2,))), dict.fromkeys(groups, action), 5, groups=groups)
+
+    def reset(self, keys):
+        return random.uniform(keys, 4)
+
+    def transition(self, state, action, keys):
+        gain = torch.cat([action["a"].sum(-1), action["b"].sum(-1)], -1)
+        return state + gain, {"a": gain[:, :3].float(), "b": gain[:, 3:].float()}, gain.sum(-1) > 99
+
+    def observe(self, state):
+        seen = torch.stack([state, -state], -1)
+        return {"a": seen[:, :3], "b": seen[:, 3:]}
+
+
+class PlainPair:
+    """The same; the third agent's second feature is wrong if its counter is above 4."""
+
+    def __init__(self, wrong=False):
+        self.wrong = wrong
+
+    def reset(self, state):
+        self.sums = state.astype(np.float64)
+        return self.seen()
+
+    def seen(self):
+        seen = np.stack([self.sums, -self.sums], -1)
+        if self.wrong and self.sums[2] > 4:
+            seen[2, 1] += 1
+        return {"a": seen[:3], "b": seen[3:]}
+
+    def step(self, action):
+        gain = np.concatenate([action["a"], action["b"]]).sum(-1)
+        assert gain.shape == (4,)
+        self.sums += gain
+        self.count = getattr(self, "count", 0) + 1
+        cut = self.count % 5 == 0
+        return self.seen(), {"a": gain[:3], "b": gain[3:]}, False, cut
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_what_agrees_passes_and_is_counted(compile, seed):
+    report = check_consistency(Lift(), PlainLift(), num_envs=4, num_steps=60, seed=seed, compile=compile)
+    assert report.largest == 0 and 16 <= report.num_episodes <= 60 and report.num_steps < 240 - 12
+    check_consistency(Pair(), PlainPair(), seed=seed, compile=compile)
+
+
+def test_random_numbers_within_a_step_come_from_the_key(seed):
+    assert check_consistency(FourRooms(), PlainRooms(), num_steps=200, seed=seed).num_steps > 1500
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("start", r"lift at step 0 of an episode (step 0 in all), environment 0, feature 0: observation['floor'] is "),
+        (
+            "observation",
+            r"lift at step 3 of an episode (step 3 in all), environment 0, feature 0: observation['floor']",
+        ),
+        ("reward", r"lift at step 3 of an episode (step 3 in all), environment 0: reward is "),
+        (
+            "end",
+            r"lift at step 3 of an episode (step 3 in all), environment 0: terminated is False, the reference says",
+        ),
+        ("limit", r"lift at step 11 of an episode (step 11 in all), environment 0: truncated is False, the reference"),
+    ],
+)
+def test_the_first_difference_is_named(wrong, message, seed):
+    with pytest.raises(ConsistencyError, match=re.escape(message)):
+        check_consistency(Lift(top=99), PlainLift(99, wrong), seed=seed)
+
+
+def test_agent_and_feature_are_named(seed):
+    with pytest.raises(
+        ConsistencyError, match=r"agent 2, feature 1: observation\['a'\] is -[\d.]+, the reference says"
+    ):
+        check_consistency(Pair(), PlainPair(wrong=True), seed=seed)
+
+
+def test_tolerances_say_what_a_difference_is(seed):
+    with pytest.raises(ConsistencyError, match=r"rtol=1e-05, atol=0.4; 1 of 1 differ"):
+        check_consistency(Lift(99), PlainLift(99, "observation"), atol=0.4, seed=seed)
+    report = check_consistency(Lift(99), PlainLift(99, "observation"), atol=0.6, seed=seed)
+    assert report.largest == 0.5
+
+
+def test_what_cannot_be_compared_is_refused():
+    class Short:
+        reset = PlainLift(10).reset
+
+        def step(self, action):
+            return action, 0.0, False
+
+    class Flat(PlainLift):
+        def reset(self, state):
+            return super().reset(state)["floor"]
+
+    with pytest.raises(ValueError, match="must return"):
+        check_consistency(Lift(), Short())
+    with pytest.raises(ConsistencyError, match=r"observation\['top'\] came, the reference has observation\."):
+        check_consistency(Lift(), Flat())
+    with pytest.raises(ValueError, match="lift is stepped on the host"):
+        check_consistency(HostEnv(Lift()), PlainLift())
+    with pytest.raises(ValueError, match="num_envs=0 and num_steps=5 must be at least 1"):
+        check_consistency(Lift(), PlainLift(), num_envs=0, num_steps=5)
+
+
+def test_the_command_line_compares_two_classes(capsys):
+    file = __file__
+    assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "top=7", "--num-envs", "3", "--steps", "20"]) == 0
+    assert "Lift does what " in capsys.readouterr().out
+    assert main(["check", f"{file}:Lift", "tests_of_nobody:Plain"]) == 1
+    assert "reference=tests_of_nobody:Plain is not known" in capsys.readouterr().err
+    assert main(["check", "four_rooms", f"{file}:PlainRooms", "--steps", "30"]) == 0
+    assert main(["check", f"{file}:Lift", "torch:Plain"]) == 1
+    assert "reference=torch:Plain cannot be imported: module 'torch' has no attribute" in capsys.readouterr().err
+    assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "top"]) == 1
+    assert "top is no NAME=VALUE; use e.g. top=5." in capsys.readouterr().err

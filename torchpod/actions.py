@@ -1,0 +1,53 @@
+"""Random actions for a spec: what tests, pictures and benchmarks play with."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchpod import random
+from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
+from torchpod.types import Tree
+
+
+def lead_of(spec: EnvSpec, group: str | None, num_envs: int) -> tuple[int, ...]:
+    """The axes before those of a spec: `[B]`, or `[B, N]` for a group."""
+    return (num_envs,) if group is None or spec.groups is None else (num_envs, spec.groups[group])
+
+
+def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
+    """Actions drawn uniformly from those that spec and action mask allow, one row per key `[B, 3]`."""
+    if spec.groups is None:
+        return _draw(spec.action, (keys.shape[0],), _mask_of(observation), keys)
+    return {
+        group: _draw(
+            spec.action[group],
+            lead_of(spec, group, keys.shape[0]),
+            _mask_of(observation[group]),
+            random.fold_in(keys, i),
+        )
+        for i, group in enumerate(spec.groups)
+    }
+
+
+def _mask_of(observation: Tree) -> Tensor | None:
+    return observation.get("action_mask") if isinstance(observation, dict) else None
+
+
+def _draw(spec: SpecTree, lead: tuple[int, ...], mask: Tensor | None, keys: Tensor) -> Tree:
+    if isinstance(spec, dict):
+        return {k: _draw(s, lead, mask, random.fold_in(keys, i)) for i, (k, s) in enumerate(spec.items())}
+    shape = (*lead, *spec.shape)
+    uniform = random.uniform(keys, math.prod(shape[1:])).reshape(shape)
+    if isinstance(spec, Discrete):
+        if mask is None:
+            return (uniform * spec.num_values).to(spec.dtype)
+        nth = (uniform * mask.sum(-1)).long()
+        return (mask.cumsum(-1) > nth[..., None]).int().argmax(-1).to(spec.dtype)
+    if isinstance(spec, MultiDiscrete):
+        return (uniform * torch.tensor(spec.nvec, device=keys.device)).to(spec.dtype)
+    low, high = (spec.low, spec.high) if isinstance(spec, Box) else (-1.0, 1.0)
+    low, high = (low if math.isfinite(low) else high - 2.0), (high if math.isfinite(high) else low + 2.0)
+    if not math.isfinite(low):
+        low, high = -1.0, 1.0
+    return (low + (high - low) * uniform).to(spec.dtype)

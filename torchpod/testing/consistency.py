@@ -1,0 +1,192 @@
+"""`check_consistency`: a tensor environment beside a plain Python one, step by step, from the same starts.
+
+Write the rules a second time, for one environment, with loops and `if`, and let the two play:
+
+    class MyReference:
+        def reset(self, state):  # the state that the tensor environment begins in, as NumPy arrays of one environment
+            return observation
+
+        def step(self, action):
+            return observation, reward, terminated, truncated
+
+    check_consistency(MyEnv(), MyReference())
+
+Observations and actions are NumPy arrays, lists or numbers without the axis B; with groups of agents they, and rewards,
+are dicts by group with arrays `[N, ...]`. Where the tensor environment draws random numbers within a step, write
+`step(self, action, key)`: `key` `[3]` is the row's, and `torchpod.random` draws the same numbers from it.
+"""
+
+import copy
+import inspect
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchpod import random
+from torchpod.actions import random_action
+from torchpod.compile import Compiler
+from torchpod.env import Env, TensorEnv
+from torchpod.specs import EnvSpec
+from torchpod.testing.contract import named_leaves
+from torchpod.types import FIRST, LAST, TimeStep, Tree
+
+
+class ConsistencyError(ValueError):
+    """A tensor environment and its reference differ; the message says where first."""
+
+
+class Report(NamedTuple):
+    """What has been compared."""
+
+    num_steps: int
+    """Of all environments together, resets not counted."""
+    num_episodes: int
+    """That ended."""
+    largest: float
+    """The largest absolute difference of observations and rewards."""
+
+
+def check_consistency(
+    env: Env,
+    reference: Any,
+    *,
+    num_envs: int = 8,
+    num_steps: int | None = None,
+    seed: int = 0,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    compile: bool = False,
+    device: torch.device | str = "cpu",
+) -> Report:
+    """Plays both with the same random actions and compares observations, rewards and ends.
+
+    Args:
+      env: a tensor environment.
+      reference: see the module; each environment of the batch gets a deep copy.
+      num_envs: B.
+      num_steps: how long to play; by default past the time limit twice, at most 1000.
+      seed: of starts and actions.
+      rtol: relative tolerance of observations and rewards: |a - b| <= atol + rtol |b|.
+      atol: absolute tolerance.
+      compile: compare the compiled step.
+      device: of the tensor environment.
+
+    Raises:
+      ConsistencyError: names step, environment, agent and feature of the first difference.
+      ValueError: for an environment on the host; if there is nothing to play.
+    """
+    if not env.traits.pure:
+        raise ValueError(f"{env.spec.name} is stepped on the host; check_consistency takes tensor environments.")
+    if num_envs < 1 or (num_steps is not None and num_steps < 1):
+        raise ValueError(f"num_envs={num_envs} and num_steps={num_steps} must be at least 1.")
+    num_steps = num_steps or min(2 * (env.spec.max_episode_steps or 100) + 2, 1000)
+    rows = [_Row(env, copy.deepcopy(reference), i, rtol, atol) for i in range(num_envs)]
+    keys, action_keys = (random.split(random.fold_in(random.key(seed, device), i), num_envs) for i in range(2))
+    step = Compiler(compile)(env.step)
+    with torch.no_grad():
+        state, timestep = env.init(random.at(keys, 0))
+        for row in rows:
+            row.begin(0, _inner(env, state), timestep)
+        for i in range(1, num_steps + 1):
+            was_last = (timestep.step_type == LAST).tolist()
+            action = random_action(env.spec, timestep.observation, random.at(action_keys, i))
+            state, timestep = step(state, action, random.at(keys, i))
+            for row, resets in zip(rows, was_last, strict=True):
+                if resets:
+                    row.begin(i, _inner(env, state), timestep)
+                else:
+                    row.follow(i, action, random.at(keys, i), timestep)
+    return Report(
+        sum(row.num_steps for row in rows), sum(row.num_episodes for row in rows), max(row.largest for row in rows)
+    )
+
+
+class _Row:
+    """One environment of the batch beside its reference."""
+
+    def __init__(self, env: Env, reference: Any, index: int, rtol: float, atol: float) -> None:
+        self._spec, self._reference, self._index, self._rtol, self._atol = env.spec, reference, index, rtol, atol
+        self._takes_key = len(inspect.signature(reference.step).parameters) > 1
+        self._began = 0
+        self.num_steps, self.num_episodes, self.largest = 0, 0, 0.0
+
+    def begin(self, step: int, state: Tree, timestep: TimeStep) -> None:
+        """An episode starts."""
+        self._began = step
+        self._exactly(step, "step type", int(timestep.step_type[self._index]), FIRST)
+        self._compare(step, "observation", self._of(timestep.observation), self._reference.reset(self._of(state)))
+
+    def follow(self, step: int, action: Tree, keys: Tensor, timestep: TimeStep) -> None:
+        """A transition."""
+        self.num_steps += 1
+        arguments = (self._of(action), keys[self._index].cpu()) if self._takes_key else (self._of(action),)
+        result = self._reference.step(*arguments)
+        if not (isinstance(result, tuple) and len(result) == 4):
+            raise ValueError("step() of the reference must return (observation, reward, terminated, truncated).")
+        observation, reward, terminated, truncated = result
+        self._compare(step, "observation", self._of(timestep.observation), observation)
+        self._compare(step, "reward", self._of(timestep.reward), reward)
+        last = bool(timestep.step_type[self._index] == LAST)
+        discounts = pytree.tree_leaves(self._of(timestep.discount))
+        ended = last and all((x == 0).all() for x in discounts)
+        self._exactly(step, "terminated", ended, bool(terminated))
+        self._exactly(step, "truncated", last and not ended, bool(truncated) and not terminated)
+        self.num_episodes += last
+
+    def _of(self, tree: Tree) -> Tree:
+        """Arrays of this environment, which nobody else writes to."""
+        return pytree.tree_map(lambda x: x[self._index].detach().cpu().clone().numpy(), tree)
+
+    def _exactly(self, step: int, what: str, came: Any, expected: Any) -> None:
+        if came != expected:
+            raise ConsistencyError(f"{self._where(step)}: {what} is {came}, the reference says {expected}.")
+
+    def _compare(self, step: int, what: str, came: Tree, expected: Tree) -> None:
+        leaves, others = named_leaves(came, what), dict(_entries(expected, what))
+        names = [name for name, _ in leaves]
+        if set(names) != set(others):
+            raise ConsistencyError(
+                f"{self._where(step)}: {', '.join(names)} came, the reference has {', '.join(others)}."
+            )
+        for name, a in leaves:
+            b = np.asarray(others[name])
+            if a.shape != b.shape:
+                raise ConsistencyError(
+                    f"{self._where(step)}: {name} has shape {list(a.shape)}, the reference gives {list(b.shape)}."
+                )
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            error = np.abs(a - b)
+            wrong = ~(error <= self._atol + self._rtol * np.abs(b))  # NaN is wrong
+            if wrong.any():
+                index = tuple(int(i) for i in np.argwhere(wrong)[0])
+                raise ConsistencyError(
+                    f"{self._where(step)}{_place(self._spec, index)}: {name} is {a[index]:.9g}, the reference says "
+                    f"{b[index]:.9g} (rtol={self._rtol:g}, atol={self._atol:g}; {wrong.sum()} of {wrong.size} differ)."
+                )
+            self.largest = max(self.largest, float(error.max(initial=0.0)))
+
+    def _where(self, step: int) -> str:
+        place = f"step {step - self._began} of an episode (step {step} in all), environment {self._index}"
+        return f"{self._spec.name} at {place}"
+
+
+def _entries(tree: Any, name: str) -> list[tuple[str, Any]]:
+    """Names and values of nested dicts; all else, lists too, is an array."""
+    if not isinstance(tree, dict):
+        return [(name, tree)]
+    return [entry for key in tree for entry in _entries(tree[key], f"{name}[{key!r}]")]
+
+
+def _place(spec: EnvSpec, index: tuple[int, ...]) -> str:
+    """Agent and feature in words."""
+    agent = f", agent {index[0]}" if spec.groups is not None and index else ""
+    feature = index[1:] if spec.groups is not None else index
+    return agent + (f", feature {', '.join(map(str, feature))}" if feature else "")
+
+
+def _inner(env: Env, state: Tree) -> Tree:
+    """What `reset` returned, of environments that write that."""
+    return state[0] if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step else state
