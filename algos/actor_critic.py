@@ -89,7 +89,8 @@ class ActorCritic(Agent):
         is_central = isinstance(spec.observation, dict) and STATE in spec.observation
         if is_central and (config.shared or self.recurrent):
             raise ValueError(
-                f"values that see the {STATE} of {spec.name} need an encoder; use shared=false, recurrent=0."
+                f"values of {spec.name} see what its policy does not, and need an encoder; use shared=false and "
+                "recurrent=0."
             )
         self.value_encoder = None if config.shared or self.recurrent else make(sees_state=is_central)
         features = self.encoder.out_features

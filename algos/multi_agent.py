@@ -25,6 +25,8 @@ from torchpod.specs import Array, EnvSpec, SpecTree
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 MASK = "action_mask"
+LATER = ("annealed", "optimizer_intervals", "replayed", "reuse_forward", "target_rate", "through_env")
+"""What an agent may ask its loop for, and `Policies` does not pass on."""
 OWN = ("agents", "train")
 """What a policy may say besides settings of its agent."""
 
@@ -111,6 +113,11 @@ class Policies(Agent):
                     f"policies.{name}.{unknown} is no setting; known: {', '.join(sorted([*OWN, *common]))}."
                 )
             agent = make(self._spec_of(spec, name), config_class(**settings))
+            for asked in LATER:
+                if getattr(agent, asked) != getattr(Agent, asked):
+                    raise ValueError(
+                        f"policy {name} asks for {asked}, which policies of many agents cannot have; turn it off."
+                    )
             if name not in self._trained:
                 _freeze(agent)
             self.policies[name] = agent
@@ -269,8 +276,10 @@ class IA2C(Policies):
 
 def _as_mapping(name: str, given: Any) -> dict[str, Any]:
     """`{agents: ...}` of `[ids]`."""
-    if not name.isidentifier():
-        raise ValueError(f"policy {name!r} must have a name of letters, digits and underscores.")
+    if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.ModuleDict, name):
+        raise ValueError(
+            f"policy {name!r} must have a name of letters, digits and underscores, and not one like train."
+        )
     return dict(given) if isinstance(given, Mapping) else {"agents": given}
 
 
@@ -284,9 +293,10 @@ def _ids(spec: EnvSpec, given: dict[str, dict[str, Any]]) -> dict[str, list[int]
     for name, own in given.items():
         agents = own.get("agents", [name] if name in groups else None)
         agents = [agents] if isinstance(agents, str | int) else agents
-        if not agents or not all((a in groups) if isinstance(a, str) else (0 <= a < total) for a in agents):
+        if not agents or not all(a in (groups if isinstance(a, str) else range(total)) for a in agents):
             raise ValueError(f"policy {name} has agents {agents}, and {told}; name some of them.")
         found[name] = [i for a in agents for i in (ranges[a] if isinstance(a, str) else [a])]
+        found[name] = [int(i) for i in found[name]]
         for i in found[name]:
             if i in owners:
                 raise ValueError(f"agent {i} of {spec.name} has policies {owners[i]} and {name}; give it one of them.")
@@ -349,8 +359,9 @@ def _unflat(tree: Tree, axis: int, size: int) -> Tree:
 
 
 def _numbers(observation: Tree, axis: int) -> Tensor:
-    """All that is observed but masks, `[..., n]` behind so many axes."""
+    """All that is observed but masks, `[..., n]` behind so many axes; bytes scaled to [0, 1]."""
     parts = observation if isinstance(observation, dict) else {"own": observation}
+    parts = {k: x / 255 if x.dtype == torch.uint8 else x for k, x in parts.items()}
     return torch.cat([x.flatten(axis) if x.ndim > axis else x[..., None] for k, x in parts.items() if k != MASK], -1)
 
 

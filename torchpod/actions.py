@@ -42,12 +42,20 @@ def _draw(spec: SpecTree, lead: tuple[int, ...], mask: Tensor | None, keys: Tens
     if isinstance(spec, Discrete):
         if mask is None:
             return (uniform * spec.num_values).to(spec.dtype)
-        nth = (uniform * mask.sum(-1)).long()
-        return (mask.cumsum(-1) > nth[..., None]).int().argmax(-1).to(spec.dtype)
+        return _allowed(uniform, mask).to(spec.dtype)
     if isinstance(spec, MultiDiscrete):
-        return (uniform * torch.tensor(spec.nvec, device=keys.device)).to(spec.dtype)
+        if mask is None:
+            return (uniform * torch.tensor(spec.nvec, device=keys.device)).to(spec.dtype)
+        parts = zip(uniform.unbind(-1), mask.split(list(spec.nvec), -1), strict=True)
+        return torch.stack([_allowed(u, own) for u, own in parts], -1).to(spec.dtype)
     low, high = (spec.low, spec.high) if isinstance(spec, Box) else (-1.0, 1.0)
     low, high = (low if math.isfinite(low) else high - 2.0), (high if math.isfinite(high) else low + 2.0)
     if not math.isfinite(low):
         low, high = -1.0, 1.0
     return (low + (high - low) * uniform).to(spec.dtype)
+
+
+def _allowed(uniform: Tensor, mask: Tensor) -> Tensor:
+    """One of the actions that `mask` `[..., A]` allows, by a uniform number `[...]`."""
+    nth = (uniform * mask.sum(-1)).long()
+    return (mask.cumsum(-1) > nth[..., None]).int().argmax(-1)

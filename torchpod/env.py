@@ -140,6 +140,10 @@ def make_timestep(
     discount = pytree.tree_map(lambda r: torch.ones_like(r).masked_fill(_like(ended, r), 0.0), reward)
     extras = {"raw_reward": reward, "game_over": last} | (extras or {})
     if "alive" in extras:
+        if set(extras["alive"]) != set(discount):
+            raise ValueError(
+                f"extras['alive'] has groups {sorted(extras['alive'])}, rewards {sorted(discount)}; say all."
+            )
         discount = pytree.tree_map(torch.mul, discount, extras["alive"])
     return TimeStep(step_type, reward, discount, observation, extras)
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from torchpod import envs
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import RecompilationError
 from torchpod.config import GROUPS, ConfigError, choices, load
 from torchpod.distributed import RankError, SplitError
-from torchpod.makers import find
+from torchpod.makers import check_arguments, find
 from torchpod.run import NonFiniteErrorInRun, Run, execute
 from torchpod.sebulba import ActorError
 from torchpod.stop import Interrupted
@@ -174,15 +174,18 @@ def _check(rest: list[str]) -> int:
     parser.add_argument("--rtol", type=float, default=1e-5)
     parser.add_argument("--atol", type=float, default=1e-6)
     parser.add_argument("--compile", action="store_true", help="compare the compiled step")
-    options = parser.parse_args(rest)
-    parts = [each.partition("=") for each in options.arguments]
-    for name, equals, _ in parts:
-        if not equals:
-            raise ConfigError(f"torchpod check: {name} is no NAME=VALUE; use e.g. {name}=5.")
-    arguments = {name: yaml.safe_load(value) for name, _, value in parts}
+    options = parser.parse_intermixed_args(rest)
+    for each in options.arguments:
+        if "=" not in each:
+            raise ConfigError(f"torchpod check: {each} is no NAME=VALUE; use e.g. {each}=5.")
+    arguments: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.arguments))
+    made = []
+    for what, name, makers in (("env", options.env, envs.MAKERS), ("reference", options.reference, {})):
+        maker = find(name, makers, what)
+        check_arguments(maker, arguments, f"{what}={name}")
+        made.append(maker(**arguments))
     report = check_consistency(
-        find(options.env, envs.MAKERS, "env")(**arguments),
-        find(options.reference, {}, "reference")(**arguments),
+        *made,
         num_envs=options.num_envs,
         num_steps=options.steps,
         seed=options.seed,

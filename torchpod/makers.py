@@ -71,7 +71,7 @@ def _make_bare(config: dict[str, Any]) -> Env:
     wrapping = {}
     if "processes" in arguments and "processes" not in inspect.signature(maker).parameters:
         wrapping["processes"] = arguments.pop("processes")
-    _check_arguments(maker, arguments, f"env={config['name']}")
+    check_arguments(maker, arguments, f"env={config['name']}")
     try:
         env = maker(**arguments)
         if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
@@ -184,7 +184,8 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     return getattr(module, attribute)
 
 
-def _check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> None:
+def check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> None:
+    """Raises `ConfigError` if a maker does not take these, or needs others."""
     parameters = inspect.signature(maker).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in arguments:

@@ -88,7 +88,7 @@ def rollout(agent, seed):
 
 def learned(agent, trajectory, seed):
     """The parameters after an update with one minibatch."""
-    settings = LearnerConfig(num_epochs=2, num_minibatches=1, learning_rate=0.1, max_grad_norm=1e9)
+    settings = LearnerConfig(num_epochs=2, num_minibatches=1, learning_rate=0.1, max_grad_norm=1e9, epsilon=0.1)
     learner = Learner(agent, settings, num_iterations=9)
     state, metrics = learner.update(learner.init(*variables_of(agent)), trajectory, random.split(random.key(seed), B))
     return state, metrics
@@ -174,7 +174,7 @@ def test_each_policy_takes_the_step_that_its_agent_takes_alone(seed, normalize):
 
         single.prepare = masked
         keys = random.split(random.key(seed), alive.shape[1])
-        settings = LearnerConfig(num_epochs=2, num_minibatches=1, learning_rate=0.1, max_grad_norm=1e9)
+        settings = LearnerConfig(num_epochs=2, num_minibatches=1, learning_rate=0.1, max_grad_norm=1e9, epsilon=0.1)
         learner = Learner(single, settings, num_iterations=9)
         expected, told = learner.update(learner.init(*variables_of(single)), rows, keys)
         single.prepare = prepare
@@ -261,6 +261,16 @@ def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):
         ),
         ({"a": {"clipp": 1}}, "policies.a.clipp is no setting; known: activation, agents, "),
         (dict.fromkeys("abc", {"train": False}), r"policies \['a', 'b', 'c'\] are all train: false; IPPO has nothing"),
+        (
+            {"a": {"reuse_forward": True}},
+            "policy a asks for reuse_forward, which policies of many agents cannot have; tu",
+        ),
+        (
+            {"train": ["a"], "c": ["b", "c"]},
+            "policy 'train' must have a name of letters, digits and underscores, and not",
+        ),
+        ({1: ["a"], "c": ["b", "c"]}, "policy 1 must have a name of letters"),
+        ({"one": [0.5]}, r"policy one has agents \[0.5\], and arena has agents 0 to 5"),
         ({"a/b": ["a"], "c": ["b", "c"]}, "policy 'a/b' must have a name of letters"),
         ({"a": {"recurrent": 3}}, r"of the policies \['a', 'b', 'c'\] some are recurrent; let all of them be, or none"),
     ],
@@ -274,7 +284,7 @@ def test_policies_are_for_many_agents_and_need_their_own_values():
     with pytest.raises(ValueError, match="IPPO needs an environment with groups of agents, and cartpole has one agent"):
         make(IPPO, 0, spec=CartPole().spec)
     for config in ({"shared": True}, {"recurrent": 4}):
-        with pytest.raises(ValueError, match="values that see the state of a of arena need an encoder"):
+        with pytest.raises(ValueError, match="values of a of arena see what its policy does not, and need an encoder"):
             make(MAPPO, 0, **config)
     assert {f.name for f in dataclasses.fields(IPPOConfig)} - {"policies"} == {
         f.name for f in dataclasses.fields(PPOConfig)

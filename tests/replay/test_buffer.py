@@ -1,5 +1,6 @@
 """The replay buffer against Python lists that keep all there ever was."""
 
+import contextlib
 import ctypes
 import gc
 import re
@@ -483,7 +484,7 @@ def gpu(monkeypatch):
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: calls.append(code))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
 
     def look(seen, device):
@@ -505,13 +506,19 @@ def gpu(monkeypatch):
 def test_beside_a_gpu_the_hosts_memory_is_pinned_as_long_as_somebody_looks_at_it(gpu, dtype):
     ring = memory.zeros((3, 5), dtype, torch.device("cuda"), host=True, folder=None)
     assert ring.shape == (3, 5) and ring.dtype == dtype and not ring.any()
-    assert gpu.pinned == {ring.data_ptr(): 15 * dtype.itemsize} and gpu.calls[0] == 0
+    assert gpu.pinned == {ring.data_ptr(): 15 * dtype.itemsize}
     ring[1] = 1
-    behind = gpu.calls[1].seen.memory
+    behind = gpu.calls[0].seen.memory
     assert behind.data_ptr() == ring.data_ptr() and behind[1].all() and not behind[0].any()
-    del ring, behind, gpu.calls[1]
+    del ring, behind, gpu.calls[0]
     gc.collect()
-    assert not gpu.pinned and gpu.calls == [0, "synchronize"]
+    assert not gpu.pinned and gpu.calls == ["synchronize"]
+
+
+def test_memory_that_cannot_be_pinned_is_refused(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *args: 2)
+    with pytest.raises(ValueError, match=r"algo\.replay\.host=true: CUDA cannot pin 0.0 GiB .* \(error 2\); lower"):
+        memory.zeros((3, 5), torch.float32, torch.device("cuda"), host=True, folder=None)
 
 
 def test_of_the_host_its_memory_is_counted_and_on_a_cpu_nothing_is_pinned(gpu, monkeypatch):

@@ -198,3 +198,6 @@ def test_the_command_line_compares_two_classes(capsys):
     assert "reference=torch:Plain cannot be imported: module 'torch' has no attribute" in capsys.readouterr().err
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "top"]) == 1
     assert "top is no NAME=VALUE; use e.g. top=5." in capsys.readouterr().err
+    assert main(["check", f"{file}:Lift", "--steps", "20", f"{file}:PlainLift", "--seed", "1", "top=7"]) == 0
+    assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "tops=7"]) == 1
+    assert "Lift takes no argument tops; did you mean top?" in capsys.readouterr().err

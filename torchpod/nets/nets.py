@@ -130,7 +130,7 @@ def make_torso(
     return CNN(shape, nn.Sequential(*layers), hidden)
 
 
-STATE = "state"
+STATE = "seen by all agents"
 """In a dict observation, what only values may see: of a critic that knows more than the policy."""
 
 

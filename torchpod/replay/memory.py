@@ -72,10 +72,16 @@ def _seen_by_gpu(memory: Tensor, device: torch.device) -> Tensor:
     Kernels and captured graphs use it like any other tensor, at the speed of the bus.
 
     Raises:
-      RuntimeError: if CUDA cannot pin that much.
+      ValueError: if CUDA cannot pin that much.
     """
     runtime, size = _runtime(), memory.numel() * memory.element_size()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
+    with torch.cuda.device(device):
+        failed = int(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
+        if failed:
+            raise ValueError(
+                f"algo.replay.host=true: CUDA cannot pin {size / 2**30:.1f} GiB of the host's memory (error {failed}); "
+                "lower algo.replay.capacity, or raise the limit of locked memory (ulimit -l)."
+            )
     seen = _Bytes(memory)
     weakref.finalize(seen, _release, memory.data_ptr())
     return torch.as_tensor(seen, device=device).view(memory.dtype).view(memory.shape)

@@ -229,7 +229,7 @@ GOLDEN = {
     540: (4.382037e7, 8.242869e2, 2.849167e8, 1.025544e6, 1.893391e7, 5.700515e10, 0.918287, 0.969098, 0.972433),
 }
 """All governors hold: susceptible, infected, recovered or vaccinated, dead, unemployed, production in dollars a day;
-the rewards of California, of the mean governor, and of the planner. From an earlier program in float64."""
+the rewards of California, of the mean governor, and of the planner. Computed apart, in float64."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""TagGridWorld beside the rules written out for one environment, and the golden steps of the specification."""
+"""TagGridWorld beside the rules written out for one environment, and steps worked out by hand."""
 
 import re
 
@@ -65,7 +65,7 @@ class Oracle:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("start", ["center", "scattered", "uniform"])
-def test_the_rules_are_those_of_the_specification(start, full, compile, seed):
+def test_the_rules_are_those_written_out(start, full, compile, seed):
     env = TagGridWorld(grid_length=5, start=start, use_full_observation=full, max_episode_steps=40)
     report = check_consistency(
         env, Oracle(env), num_envs=12, num_steps=90, seed=seed, rtol=0, atol=1e-6, compile=compile
