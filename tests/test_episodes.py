@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.episodes import count_episodes
+from torchpod.episodes import count_episodes, mean_metrics
 from torchpod.types import FIRST, LAST, MID, TimeStep
 
 
@@ -90,17 +90,35 @@ def test_an_episode_of_three_steps_by_hand():
     assert found.running_return.tolist() == [4] and found.running_length.tolist() == [1]
 
 
-def test_groups_count_the_sum_of_the_means_over_their_agents(rng):
+def test_groups_count_the_means_over_their_agents_apart_and_their_sum(rng):
     length, size = 5, 3
     a, b = (torch.tensor(rng.integers(-4, 5, (length + 1, size, n)), dtype=torch.float32) for n in (4, 1))
     step_type = torch.full((length + 1, size), MID, dtype=torch.int32)
     step_type[-1] = LAST
     extras = {"raw_reward": {"a": a, "b": b}, "game_over": step_type == LAST}
     timestep = TimeStep(step_type, {"a": a, "b": b}, {"a": a, "b": b}, {}, extras)
-    found = count_episodes(timestep, torch.zeros(size), torch.zeros(size, dtype=torch.int64))
-    total = (a[1:].double().mean(-1) + b[1:, :, 0].double()).sum()
-    torch.testing.assert_close(found.sums, torch.tensor([size, total, size * length, size * length]).double())
-    assert not found.running_return.any()
+    extras["raw_reward"] = {"b": b, "a": a}  # in whatever order
+    before = torch.tensor(rng.integers(-9, 9, (size, 2)), dtype=torch.float32)
+    found = count_episodes(timestep, before, torch.zeros(size, dtype=torch.int64))
+    of_a, of_b = a[1:].double().mean(-1).sum() + before[:, 0].sum(), b[1:].double().sum() + before[:, 1].sum()
+    expected = torch.tensor([size, of_a + of_b, size * length, size * length, of_a, of_b]).double()
+    torch.testing.assert_close(found.sums, expected)
+    assert found.running_return.shape == (size, 2) and not found.running_return.any()
+    metrics = mean_metrics([{"episodes": found.sums}, {"episodes": found.sums}], ("b", "a"))
+    assert metrics["episode_return/a"].item() == pytest.approx(of_a.item() / size)
+    assert metrics["episode_return/b"].item() == pytest.approx(of_b.item() / size)
+    assert metrics["episode_return"].item() == pytest.approx((of_a + of_b).item() / size)
+
+
+def test_groups_whose_episodes_go_on_keep_what_they_gained_since_the_last_end(rng):
+    a = torch.tensor(rng.integers(-4, 5, (4, 2, 3)), dtype=torch.float32)
+    step_type = torch.full((4, 2), MID, dtype=torch.int32)
+    step_type[2, 0] = LAST
+    timestep = TimeStep(step_type, {}, {}, {}, {"raw_reward": {"a": a}, "game_over": step_type == LAST})
+    found = count_episodes(timestep, torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
+    torch.testing.assert_close(found.running_return[0, 0], a[3, 0].mean())
+    torch.testing.assert_close(found.running_return[1, 0], 1 + a[1:, 1].mean(-1).sum())
+    torch.testing.assert_close(found.sums[4].float(), 1 + a[1:3, 0].mean(-1).sum())
 
 
 def test_members_of_a_population_are_counted_apart(rng):

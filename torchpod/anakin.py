@@ -43,7 +43,7 @@ class RunState(NamedTuple):
     actor_keys: Tensor
     learner_keys: Tensor
     episode_return: Tensor
-    """`[B]` float32, raw reward of the running episodes."""
+    """`[B]` float32, raw reward of the running episodes; `[B, G]` if there are groups."""
     episode_length: Tensor
     """`[B]` int64."""
     iteration: Tensor
@@ -102,13 +102,15 @@ def init_state(
         for stream in (ENV_STREAM, ACTOR_STREAM, LEARNER_STREAM)
     )
     zero = torch.zeros((), dtype=torch.int64, device=device)
+    carry = begin(agent, env_keys)
+    groups = [len(carry.timestep.reward)] if isinstance(carry.timestep.reward, dict) else []
     return RunState(
-        carry=begin(agent, env_keys),
+        carry=carry,
         learner=learner.init(*variables_of(agent)),
         env_keys=env_keys,
         actor_keys=actor_keys,
         learner_keys=learner_keys,
-        episode_return=torch.zeros(num_envs, device=device),
+        episode_return=torch.zeros(num_envs, *groups, device=device),
         episode_length=torch.zeros(num_envs, dtype=torch.int64, device=device),
         iteration=zero,
         env_steps=zero.clone(),
@@ -293,7 +295,7 @@ def train(
         before = pytree.tree_map(torch.clone, replay.state)
         try:
             history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
-            metrics, filled = mean_metrics([*filled, *history]), []
+            metrics, filled = mean_metrics([*filled, *history], anakin.env.spec.groups or ()), []
         except BaseException:
             replay.load(before)  # a call that is interrupted leaves the state of the last report
             raise

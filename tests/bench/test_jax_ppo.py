@@ -87,12 +87,12 @@ def test_both_sides_have_the_same_parameters_and_take_the_same_gradient(env, siz
         weights = [k[:-7] for k in given if k.endswith(".weight")]
         names = {k: [x for x in weights if x.startswith(e + ".")] + [head] for k, (e, head) in heads.items()}
         params = {k: [(given[x + ".weight"].T, given[x + ".bias"]) for x in layers] for k, layers in names.items()}
-        if "log_std" in given:
-            params["log_std"] = given["log_std"]
+        if "head.log_std" in given:
+            params["log_std"] = given["head.log_std"]
         fresh = jax_ppo.init_params(work, jax.random.key(0))
         assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, params)
         gradient = jax_ppo.gradient(work, params, rows)
-        out = {"log_std": gradient["log_std"]} if "log_std" in gradient else {}
+        out = {"head.log_std": gradient["log_std"]} if "log_std" in gradient else {}
         for k, layers in names.items():
             for x, (weight, bias) in zip(layers, gradient[k]):
                 out |= {x + ".weight": weight.T, x + ".bias": bias}

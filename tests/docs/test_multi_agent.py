@@ -15,7 +15,7 @@ TINY = ("num_envs=4", "total_env_steps=1", "algo.unroll_length=8", "compile=fals
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -28,3 +28,4 @@ def test_each_command_trains(command: str, tmp_path: Path, monkeypatch: pytest.M
     assert run.summary["env_steps"] > 0
     line = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert all(f'"{policy}/policy_loss"' in line for policy in run.agent.optimizer_groups())
+    assert '"episode_return/' in line

@@ -161,7 +161,7 @@ def train(
                 iteration += 1
                 if not program.healthy:
                     raise NonFiniteError(iteration, program.trajectory)
-            metrics = mean_metrics(history)
+            metrics = mean_metrics(history, sebulba.envs[0].spec.groups or ())
             yield Report(iteration, program.env_steps, metrics, time.perf_counter() - began, compile_s), program
             compile_s = 0.0
     except BaseException:
