@@ -286,17 +286,15 @@ def _as_mapping(name: str, given: Any) -> dict[str, Any]:
 def _ids(spec: EnvSpec, given: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
     """The agents of each policy, by number."""
     groups = spec.groups or {}
-    starts = dict(zip(groups, [sum(list(groups.values())[:i]) for i in range(len(groups))], strict=True))
-    ranges = {group: range(starts[group], starts[group] + n) for group, n in groups.items()}
-    total, found, owners = sum(groups.values()), {}, {}
+    agents, found, owners = _agents_of(groups), {}, {}
+    numbers, total = {g: [i for i, (group, _) in enumerate(agents) if group == g] for g in groups}, len(agents)
     told = f"{spec.name} has agents 0 to {total - 1} in groups " + ", ".join(f"{g} ({n})" for g, n in groups.items())
     for name, own in given.items():
-        agents = own.get("agents", [name] if name in groups else None)
-        agents = [agents] if isinstance(agents, str | int) else agents
-        if not agents or not all(a in (groups if isinstance(a, str) else range(total)) for a in agents):
-            raise ValueError(f"policy {name} has agents {agents}, and {told}; name some of them.")
-        found[name] = [i for a in agents for i in (ranges[a] if isinstance(a, str) else [a])]
-        found[name] = [int(i) for i in found[name]]
+        asked = own.get("agents", [name] if name in groups else None)
+        asked = [asked] if isinstance(asked, str | int) else asked
+        if not asked or not all(a in (groups if isinstance(a, str) else range(total)) for a in asked):
+            raise ValueError(f"policy {name} has agents {asked}, and {told}; name some of them.")
+        found[name] = [int(i) for a in asked for i in (numbers[a] if isinstance(a, str) else [a])]
         for i in found[name]:
             if i in owners:
                 raise ValueError(f"agent {i} of {spec.name} has policies {owners[i]} and {name}; give it one of them.")
@@ -308,32 +306,29 @@ def _ids(spec: EnvSpec, given: dict[str, dict[str, Any]]) -> dict[str, list[int]
     return found
 
 
+def _agents_of(groups: dict[str, int]) -> list[tuple[str, int]]:
+    """By number: the group of an agent, and its place in it."""
+    return [(group, place) for group, n in groups.items() for place in range(n)]
+
+
 def _members(groups: dict[str, int], ids: list[int]) -> Members:
     """Where the agents of a policy are."""
-    parts, start = [], 0
-    for group, n in groups.items():
-        own = [i - start for i in ids if start <= i < start + n]
-        if own:
-            parts.append((group, _short(own)))
-        start += n
-    return Members(tuple(parts), len(ids))
+    agents = _agents_of(groups)
+    places = {g: [agents[i][1] for i in ids if agents[i][0] == g] for g in groups}
+    return Members(tuple((g, _short(own)) for g, own in places.items() if own), len(ids))
 
 
 def _places(groups: dict[str, int], ids: dict[str, list[int]]) -> dict[str, tuple[list[str], Any]]:
     """For each group, the policies of its agents, and where in what these say, put side by side, its agents are."""
-    found, start = {}, 0
-    for group, n in groups.items():
-        names = [name for name, own in ids.items() if any(start <= i < start + n for i in own)]
-        # As `Members.of` has them: group after group.
-        side_by_side = [i for name in names for i in sorted(ids[name], key=lambda i: _group_of(groups, i))]
-        found[group] = names, _short([side_by_side.index(i) for i in range(start, start + n)])
-        start += n
+    agents, order = _agents_of(groups), list(groups)
+    # As `Members.of` has them: group after group.
+    said = {name: sorted(own, key=lambda i: order.index(agents[i][0])) for name, own in ids.items()}
+    found = {}
+    for group in groups:
+        names = [name for name, own in said.items() if any(agents[i][0] == group for i in own)]
+        at = {agents[i]: place for place, i in enumerate(i for name in names for i in said[name])}
+        found[group] = names, _short([at[group, k] for k in range(groups[group])])
     return found
-
-
-def _group_of(groups: dict[str, int], agent: int) -> int:
-    starts = [sum(list(groups.values())[: i + 1]) for i in range(len(groups))]
-    return next(i for i, end in enumerate(starts) if agent < end)
 
 
 def _short(index: list[int]) -> slice | tuple[int, ...]:

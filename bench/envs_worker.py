@@ -21,6 +21,7 @@ from torchpod.bench.harness import Measurement
 from torchpod.compile import Compiler
 from torchpod.makers import make_env
 from torchpod.specs import Box, Discrete
+from torchpod.trees import contiguous
 from torchpod.types import FIRST, Tree
 
 
@@ -36,7 +37,7 @@ def measure(
     action_spec = env.spec.action
 
     def draw(observation: Tree, keys: Tensor) -> Tree:
-        if isinstance(action_spec, Discrete):
+        if isinstance(action_spec, Discrete):  # and Box, as in the results on record
             return random.to_integer(random.bits(keys, 1)[:, 0], action_spec.num_values)
         if isinstance(action_spec, Box):
             return random.uniform(keys, action_spec.shape[0], action_spec.low, action_spec.high)
@@ -49,7 +50,7 @@ def measure(
         moved = (timestep.step_type != FIRST).sum()
         reward = torch.stack([leaf.sum() for leaf in pytree.tree_leaves(timestep.reward)]).sum()
         sums = sums + torch.stack([reward, moved.float()]).double()
-        return pytree.tree_map(lambda x: x.contiguous(), (state, timestep, sums, count))
+        return contiguous((state, timestep, sums, count))
 
     keys = [random.split(random.fold_in(random.key(seed), i), num_envs) for i in range(2)]
     compiled, zero = Compiler(True)(step), torch.zeros((), dtype=torch.int64)

@@ -308,11 +308,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """A hint: the names most like `name`, or all of them if few."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, 3, 0.5)
-    return (
-        "did you mean " + " or ".join(close) + "?"
-        if close
-        else "known: " + ", ".join(names[:30]) + (", ..." if len(names) > 30 else ".")
-    )
+    if close:
+        return "did you mean " + " or ".join(close) + "?"
+    return "known: " + ", ".join(names[:30]) + (", ..." if len(names) > 30 else ".")
 
 
 def _register() -> None:

@@ -67,12 +67,8 @@ class TagGridWorld(TensorEnv):
         at_least(2, grid_length=grid_length)
         one_of("start", start, STARTS)
         true_or_false(use_full_observation=use_full_observation)
-        self.num_taggers, self.num_agents, self.grid_length, self.start = (
-            num_taggers,
-            num_taggers + 1,
-            grid_length,
-            start,
-        )
+        self.num_taggers, self.num_agents = num_taggers, num_taggers + 1
+        self.grid_length, self.start = grid_length, start
         self.wall_hit_penalty = number("wall_hit_penalty", wall_hit_penalty)
         self.tag_reward_for_tagger = number("tag_reward_for_tagger", tag_reward_for_tagger)
         self.tag_penalty_for_runner = number("tag_penalty_for_runner", tag_penalty_for_runner)
