@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.utils import _pytree as pytree
+from torchrl.data import ListStorage, ReplayBuffer
 from torchrl.objectives.value import GAE
 
 from tests.contracts.test_alignment import Names, Scribe
@@ -99,6 +100,18 @@ def test_torchrl_computes_our_advantages_from_it(seed):
     for name in ("advantage", "value_target"):
         want = data[name].squeeze(-1).transpose(0, 1)
         torch.testing.assert_close(steps[name][real], want[real], rtol=1e-5, atol=1e-5)
+
+
+def test_a_replay_buffer_of_torchrl_holds_trajectories_without_a_copy_and_gives_them_back(seed):
+    trajectory = collect(PPO(CartPole().spec), CartPole(max_episode_steps=7), seed)
+    buffer = ReplayBuffer(storage=ListStorage(3), batch_size=1, collate_fn=lambda items: items)
+    buffer.extend([to_tensordict(trajectory)])
+    (held,) = buffer.sample()
+    for key in ("observation", "reward", "action"):
+        source = trajectory.output.action if key == "action" else getattr(trajectory.timestep, key)
+        assert held[key].data_ptr() == source.data_ptr(), key
+    assert held["next", "observation"].data_ptr() == trajectory.timestep.observation[1].data_ptr()
+    assert_equal(to_trajectory([held], *trajectory[2:]), trajectory)  # itself a copy: with T + 1 steps in a row
 
 
 def test_a_name_that_is_taken_is_refused(seed):
