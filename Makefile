@@ -9,7 +9,7 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= 2
 # More overrides, e.g. make train ARGS="num_envs=64 compile=false"; make test ARGS="-k vtrace".
 ARGS ?=
-# Of benchmarks; all of them, anakin brax envs losses population replay reuse scaling sebulba (and gpu), take four hours.
+# Of benchmarks; all of them, anakin brax envs losses multiagent population replay reuse scaling sebulba (and gpu), take four hours.
 SUITES ?= anakin
 
 VENV := .venv
@@ -43,7 +43,7 @@ test-all: setup $(HOST_READY)
 test-oldest: setup
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest torchrl==0.13.3 tensordict==0.13.0
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -m "not gpu and not slow" -rs tests/interop \
-	tests/docs/test_torchrl_losses.py tests/bench/test_losses.py $(ARGS)
+	tests/algos/test_torchrl_multi_agent.py tests/docs/test_torchrl_losses.py tests/bench/test_losses.py $(ARGS)
 
 # `make -k check` goes on after the first that fails.
 check: format lint types layers spelling
@@ -83,11 +83,11 @@ $(READY):
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.ready-* && touch $@
 
-# What only tests need: EnvPool, half a gigabyte; Brax and JAX for the CPU, 0.6 of one; the package of MinAtar, of whose
-# dependencies they need NumPy alone; and Triton, one gigabyte, in a folder that no other program sees (with torch for
-# CUDA comes one of its own).
+# What only tests need: EnvPool, half a gigabyte; Brax and JAX for the CPU, 0.6 of one; PettingZoo with MPE, 40 megabytes;
+# the package of MinAtar, of whose dependencies they need NumPy alone; and Triton, one gigabyte, in a folder that no other
+# program sees (with torch for CUDA comes one of its own).
 $(HOST_READY): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[envpool,brax]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[envpool,brax,pettingzoo]" mpe2
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps MinAtar
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/triton triton==3.9.0
 	@rm -f $(VENV)/.host-* && touch $@

@@ -64,7 +64,8 @@ class IMPALA(ActorCritic):
             "value_target": target,
             "weight": (t.step_type[:-1] != LAST).float(),
         }
-        return Batch(steps | self._reused(out), trajectory.actor_state)
+        report = {"reward": t.reward[1:], "value": value[:-1], "value_target": target}
+        return Batch(steps | self._reused(out), trajectory.actor_state, report)
 
     def _current(self, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
         """Policy output `[T, B, A]` and value `[T + 1, B]` of the parameters that are to be updated."""

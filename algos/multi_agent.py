@@ -27,7 +27,7 @@ from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Traje
 MASK = "action_mask"
 LATER = ("annealed", "optimizer_intervals", "replayed", "reuse_forward", "target_rate", "through_env")
 """What an agent may ask its loop for, and `Policies` does not pass on."""
-OWN = ("agents", "train")
+OWN = ("agents", "train", "from")
 """What a policy may say besides settings of its agent."""
 
 
@@ -38,7 +38,8 @@ class IPPOConfig(PPOConfig):
     policies: dict[str, Any] | None = None
     """`{policy: [agents]}`, or `{policy: {agents: [...], train: false, entropy_coefficient: 0.1}}` with settings of its
     own. Agents are numbers, which count those of all groups in their order, or names of groups; a policy named like a
-    group need not say them. If none says any, every group has a policy. With `train: false` one stays as it is."""
+    group need not say them. If none says any, every group has a policy. With `train: false` one stays as it is. With
+    `from: RUN`, or `RUN:POLICY`, it begins as the policy of its name, or that one, of another run (policies.py)."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Policies(Agent):
         ids = _ids(spec, given)
         self._members = {name: _members(self._groups, own) for name, own in ids.items()}
         self._places = _places(self._groups, ids)
+        sources = {name: own["from"] for name, own in given.items() if "from" in own}
+        self.begins_as = {f"policies.{name}": _source(name, source) for name, source in sources.items()}
         self._trained = tuple(name for name, own in given.items() if own.get("train", True))
         if not self._trained:
             raise ValueError(f"policies {sorted(given)} are all train: false; {kind} has nothing to learn.")
@@ -118,6 +121,11 @@ class Policies(Agent):
                     raise ValueError(
                         f"policy {name} asks for {asked}, which policies of many agents cannot have; turn it off."
                     )
+            if list(agent.optimizer_groups()) != ["loss"]:
+                raise ValueError(
+                    f"policy {name} has the optimizer groups {list(agent.optimizer_groups())}; a policy is one, leave "
+                    "them out."
+                )
             if name not in self._trained:
                 _freeze(agent)
             self.policies[name] = agent
@@ -128,6 +136,7 @@ class Policies(Agent):
         trained = {name: agents[name] for name in self._trained}
         self.standardise = tuple(f"{name}/{x}" for name, agent in trained.items() for x in agent.standardise)
         self.max_lag = min((x.max_lag for x in trained.values() if x.max_lag is not None), default=None)
+        self.may_fall_back = any(agent.may_fall_back for agent in agents.values())
 
     def optimizer_groups(self) -> dict[str, tuple[str, ...]]:
         """One per policy that is trained."""
@@ -157,7 +166,7 @@ class Policies(Agent):
         """See `Agent.prepare`; columns are named `POLICY/COLUMN`, and who is out of the game has weight 0."""
         t, out, own = trajectory.timestep, trajectory.output, self._keys(keys)
         steps: dict[str, Tree] = {"weight": (t.step_type[:-1] != LAST).float()}
-        actor_state = {}
+        actor_state, report = {}, {}
         for name, agent in self._agents(trained=True):
             members = self._members[name]
             rows = Trajectory(
@@ -172,18 +181,20 @@ class Policies(Agent):
                 columns["weight"] = columns["weight"] * members.of(t.extras["alive"], 2)[:-1]
             steps |= {f"{name}/{column}": x for column, x in columns.items()}
             actor_state[name] = _unflat(batch.actor_state, 0, members.size)
-        return Batch(steps, actor_state)
+            report |= {f"{name}/{column}": x for column, x in _unflat(batch.report, 1, members.size).items()}
+        return Batch(steps, actor_state, report)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """The losses of the policies, each of its own rows."""
-        losses, metrics, axis = {}, {}, 1 if self.recurrent else 0
+        losses, metrics, changed, axis = {}, {}, {}, 1 if self.recurrent else 0
         for i, (name, agent) in enumerate(self._agents(trained=True)):
             columns = {k.removeprefix(f"{name}/"): x for k, x in batch.steps.items() if k.startswith(f"{name}/")}
             state = _flat(batch.actor_state[name], 0) if self.recurrent else ()
             out = agent.loss(Batch(_flat(columns, axis), state), random.fold_in(keys, i), None)
             losses[name] = cast(Tensor, out.loss)
             metrics |= {f"{name}/{k}": x for k, x in out.metrics.items()}
-        return LossOutput(losses, metrics)
+            changed |= {f"policies.{name}.{k}": x for k, x in out.buffers.items()}
+        return LossOutput(losses, metrics, buffers=changed)
 
     def statistics(self, trajectory: Trajectory) -> dict[str, Tensor]:
         """See `Agent.statistics`."""
@@ -281,6 +292,13 @@ def _as_mapping(name: str, given: Any) -> dict[str, Any]:
             f"policy {name!r} must have a name of letters, digits and underscores, and not one like train."
         )
     return dict(given) if isinstance(given, Mapping) else {"agents": given}
+
+
+def _source(name: str, given: Any) -> str:
+    """A run that a policy is to begin as."""
+    if not isinstance(given, str) or not given:
+        raise ValueError(f"policies.{name}.from={given!r} must name a run folder, e.g. {{from: runs/first}}.")
+    return given
 
 
 def _ids(spec: EnvSpec, given: dict[str, dict[str, Any]]) -> dict[str, list[int]]:

@@ -60,7 +60,8 @@ class PPO(ActorCritic):
             # LAST -> FIRST is a reset, no transition: mask it, or the value is learned across episodes.
             "weight": (t.step_type[:-1] != LAST).float(),
         }
-        return Batch(steps | self._reused(out), trajectory.actor_state)
+        report = {"reward": t.reward[1:], "value": v_tm1, "value_target": steps["value_target"]}
+        return Batch(steps | self._reused(out), trajectory.actor_state, report)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """Clipped surrogate (eq. 7 of the paper), clipped value loss, entropy bonus (eq. 9)."""

@@ -1,12 +1,15 @@
 """Losses of TorchRL by name, with networks of the usual kind: `algo=torchrl loss=ClipPPOLoss`.
 
+Where there are groups of agents every policy has a loss and networks of its own (multi_agent.py), to which its agents
+are rows. The values of MAPPOLoss also look at what all agents observe.
+
 With networks or a loss of your own write what `torchrl_agent` does at the end of this file: build an actor, and a loss
 of it, and hand them to `LossAgent` (docs/torchrl-losses.md).
 """
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -14,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from torchpod.agent import Agent
+from torchpod.algos.multi_agent import MASK, Policies
 from torchpod.nets import MLP
-from torchpod.specs import Box, Discrete, EnvSpec
+from torchpod.nets.nets import STATE
+from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
 
 if TYPE_CHECKING:  # torchrl takes seconds to import
     from tensordict.nn import TensorDictModuleBase
@@ -23,7 +28,7 @@ if TYPE_CHECKING:  # torchrl takes seconds to import
 
 
 @dataclass(frozen=True)
-class TorchRLConfig:
+class LossConfig:
     """Which loss, and the networks that it is built of."""
 
     loss: str = "ClipPPOLoss"
@@ -46,6 +51,14 @@ class TorchRLConfig:
     """Added to the actions of losses with a deterministic actor, in units of half their range."""
 
 
+@dataclass(frozen=True)
+class TorchRLConfig(LossConfig):
+    """The settings of an agent, or of every policy that says nothing else."""
+
+    policies: dict[str, Any] | None = None
+    """Of environments with groups: who follows which, as in `IPPOConfig`."""
+
+
 class Parts(NamedTuple):
     """Of an agent."""
 
@@ -60,14 +73,23 @@ class _Builder:
       ValueError: if a loss has no use for such observations or actions.
     """
 
-    def __init__(self, spec: EnvSpec, config: TorchRLConfig) -> None:
+    def __init__(self, spec: EnvSpec, config: LossConfig) -> None:
         observation = spec.observation
-        if isinstance(observation, dict) or isinstance(observation, Discrete):
+        leaves = (
+            {("observation", name): x for name, x in observation.items()}
+            if isinstance(observation, dict)
+            else {"observation": observation}
+        )
+        if any(isinstance(x, dict | Discrete) for x in leaves.values()):
             raise ValueError(
-                f"algo=torchrl has networks for one tensor of observations, and {spec.name} has {observation}; build "
-                "actor and loss yourself (docs/torchrl-losses.md)."
+                f"algo=torchrl has networks for tensors of numbers, and {spec.name} has the observation {observation}; "
+                "build actor and loss yourself (docs/torchrl-losses.md)."
             )
-        self.spec, self.config, self.shape = spec, config, observation.shape
+        self.spec, self.config = spec, config
+        shapes = {key: x.shape for key, x in leaves.items()}
+        self.is_central = shapes.pop(_STATE_KEY, None) is not None
+        self.is_masked = shapes.pop(_MASK_KEY, None) is not None
+        self.shapes = shapes
 
     @property
     def num_actions(self) -> int:
@@ -86,24 +108,26 @@ class _Builder:
             raise ValueError(f"{self.config.loss} needs bounds of the actions, and {self.spec.name} has {box}.")
         return box
 
-    def net(self, out_features: int, extra: int = 0) -> nn.Module:
-        """Of an observation, and of `extra` numbers beside it, to `[..., out_features]`."""
-        body = MLP(math.prod(self.shape) + extra, self.config.hidden, self.config.activation)
-        return _Net(len(self.shape), body, nn.Linear(body.out_features, out_features))
+    def net(self, out_features: int, extra: tuple[tuple[int, ...], ...] = ()) -> nn.Module:
+        """Of an observation, and of tensors of `extra` shapes beside it, to `[..., out_features]`."""
+        shapes = [*self.shapes.values(), *extra]
+        body = MLP(sum(map(math.prod, shapes)), self.config.hidden, self.config.activation)
+        return _Net([len(shape) for shape in shapes], body, nn.Linear(body.out_features, out_features))
 
-    def module(self, net: nn.Module, *, to: Sequence[str], of: tuple[str, ...] = ("observation",)) -> Any:
+    def module(self, net: nn.Module, *, to: Sequence[str], extra: tuple[Any, ...] = ()) -> Any:
         from tensordict.nn import TensorDictModule
 
-        return TensorDictModule(net, in_keys=list(of), out_keys=list(to))
+        return TensorDictModule(net, in_keys=[*self.shapes, *extra], out_keys=list(to))
 
-    def categorical(self) -> Any:
-        """An actor for discrete actions."""
+    def categorical(self, sizes: tuple[int, ...] = ()) -> Any:
+        """An actor for discrete actions; with `sizes` for several choices at once."""
         from torchrl.modules import ProbabilisticActor
 
+        logits = _Logits(self.net(sum(sizes) or self.num_actions), self.is_masked, sizes)
         return ProbabilisticActor(
-            self.module(self.net(self.num_actions), to=["logits"]),
+            self.module(logits, to=["logits"], extra=(_MASK_KEY,) if self.is_masked else ()),
             in_keys=["logits"],
-            distribution_class=torch.distributions.Categorical,
+            distribution_class=Choices if sizes else torch.distributions.Categorical,
             return_log_prob=True,
         )
 
@@ -124,7 +148,10 @@ class _Builder:
 
     def stochastic(self) -> Any:
         """An actor for whatever the actions are."""
-        return self.categorical() if isinstance(self.spec.action, Discrete) else self.gaussian()
+        action = self.spec.action
+        if isinstance(action, MultiDiscrete):
+            return self.categorical(action.nvec)
+        return self.categorical() if isinstance(action, Discrete) else self.gaussian()
 
     def deterministic(self) -> Any:
         """An actor without noise of its own."""
@@ -134,14 +161,24 @@ class _Builder:
     def value(self) -> Any:
         return self.module(self.net(1), to=["state_value"])
 
+    def central_value(self) -> Any:
+        """Of what all agents observe, too."""
+        if not self.is_central:
+            raise ValueError(
+                f"{self.config.loss} is for environments with groups of agents, and {self.spec.name} has one agent; "
+                "use loss=ClipPPOLoss."
+            )
+        shape = cast(Any, self.spec.observation)[STATE].shape
+        return self.module(self.net(1, extra=(shape,)), to=["state_value"], extra=(_STATE_KEY,))
+
     def action_values(self, key: str) -> Any:
         """Of all discrete actions."""
         return self.module(self.net(self.num_actions), to=[key])
 
     def critic(self, num_values: int = 1) -> Any:
         """Of an observation and an action."""
-        net = self.net(num_values, extra=self.box.shape[0])
-        return self.module(net, to=["state_action_value"], of=("observation", "action"))
+        net = self.net(num_values, extra=(self.box.shape,))
+        return self.module(net, to=["state_action_value"], extra=("action",))
 
     def bounds(self) -> Any:
         """The actions, as TorchRL says it."""
@@ -153,7 +190,7 @@ class _Builder:
         from torchrl.data import Categorical
         from torchrl.modules import QValueActor
 
-        return QValueActor(self.net(self.num_actions), in_keys=["observation"], spec=Categorical(self.num_actions))
+        return QValueActor(self.net(self.num_actions), in_keys=[*self.shapes], spec=Categorical(self.num_actions))
 
     def distributional_actor(self, num_atoms: int = 51, low: float = -10.0, high: float = 10.0) -> Any:
         from torchrl.data import OneHot
@@ -161,21 +198,65 @@ class _Builder:
 
         net = nn.Sequential(self.net(num_atoms * self.num_actions), _Atoms(num_atoms))
         support = torch.linspace(low, high, num_atoms)
-        return DistributionalQValueActor(net, in_keys=["observation"], support=support, spec=OneHot(self.num_actions))
+        return DistributionalQValueActor(net, in_keys=[*self.shapes], support=support, spec=OneHot(self.num_actions))
+
+
+_STATE_KEY, _MASK_KEY = ("observation", STATE), ("observation", MASK)
 
 
 class _Net(nn.Module):
-    """Observations `[..., *shape]`, and what else there is, through a body and a head."""
+    """Tensors `[..., *shape]`, of shapes with so many axes, side by side through a body and a head."""
 
-    def __init__(self, num_dims: int, body: nn.Module, head: nn.Module) -> None:
+    def __init__(self, num_dims: Sequence[int], body: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.num_dims, self.body, self.head = num_dims, body, head
+        self.num_dims, self.body, self.head = tuple(num_dims), body, head
 
-    def forward(self, observation: Tensor, *extra: Tensor) -> Tensor:
-        flat = observation.reshape(*observation.shape[: observation.ndim - self.num_dims], -1)
-        if not flat.is_floating_point():
-            flat = flat.float() / (255 if flat.dtype == torch.uint8 else 1)
-        return self.head(self.body(torch.cat([flat, *extra], -1) if extra else flat))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        flat = [_flat(x, num_dims) for x, num_dims in zip(inputs, self.num_dims, strict=True)]
+        return self.head(self.body(flat[0] if len(flat) == 1 else torch.cat(flat, -1)))
+
+
+def _flat(x: Tensor, num_dims: int) -> Tensor:
+    x = x.reshape(*x.shape[: x.ndim - num_dims], -1)
+    return x if x.is_floating_point() else x.float() / (255 if x.dtype == torch.uint8 else 1)
+
+
+class _Logits(nn.Module):
+    """Those of a network `[..., A]`; of several choices of such sizes `[..., choices, values]`.
+
+    They are the lowest there are where a mask forbids an action, and beyond the size of a choice.
+    """
+
+    def __init__(self, net: nn.Module, is_masked: bool, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.net, self.is_masked, self.sizes = net, is_masked, sizes
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self.is_masked:
+            *observation, mask = inputs
+            logits = self.net(*observation)
+            logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+        else:
+            logits = self.net(*inputs)
+        if not self.sizes:
+            return logits
+        size, low = max(self.sizes), torch.finfo(logits.dtype).min
+        parts = logits.split(self.sizes, -1)
+        return torch.stack([nn.functional.pad(x, (0, size - x.shape[-1]), value=low) for x in parts], -2)
+
+
+class Choices(torch.distributions.Independent):
+    """Several discrete choices at once, of logits `[..., choices, values]`."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(torch.distributions.Categorical(logits=logits), 1)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """By Gumbel's trick: unlike torch's own draw it keeps the axis of environments, which have keys (keyed.py)."""
+        logits = cast(torch.distributions.Categorical, self.base_dist).logits
+        noise = torch.rand_like(logits.expand(*sample_shape, *logits.shape))
+        return (logits - (-noise.log()).log()).argmax(-1)
 
 
 class _Within(nn.Module):
@@ -206,6 +287,11 @@ Maker = Callable[[_Builder, Callable[..., Any]], Parts]
 def _on_policy(b: _Builder, loss: Callable[..., Any]) -> Parts:
     actor = b.stochastic()
     return Parts(actor, loss(actor, b.value()))
+
+
+def _central(b: _Builder, loss: Callable[..., Any]) -> Parts:
+    actor = b.stochastic()
+    return Parts(actor, loss(actor, b.central_value()))
 
 
 def _deterministic(b: _Builder, loss: Callable[..., Any]) -> Parts:
@@ -253,8 +339,8 @@ def _distributional(b: _Builder, loss: Callable[..., Any]) -> Parts:
 
 
 ON_POLICY: dict[str, Maker] = dict.fromkeys(
-    ("A2CLoss", "ClipPPOLoss", "KLPENPPOLoss", "PPOLoss", "ReinforceLoss"), _on_policy
-)
+    ("A2CLoss", "ClipPPOLoss", "IPPOLoss", "KLPENPPOLoss", "PPOLoss", "ReinforceLoss"), _on_policy
+) | {"MAPPOLoss": _central}
 OFF_POLICY: dict[str, Maker] = {
     "CQLLoss": _soft,
     "CrossQLoss": _soft,
@@ -273,9 +359,11 @@ LOSSES = ON_POLICY | OFF_POLICY
 EPSILON_GREEDY, NOISY = ("DQNLoss", "DistributionalDQNLoss"), ("DDPGLoss", "TD3Loss")
 CONTINUOUS = ("CQLLoss", "CrossQLoss", "DDPGLoss", "IQLLoss", "REDQLoss", "SACLoss", "TD3Loss", "TQCLoss")
 """Those that are for continuous actions alone."""
+MULTI_AGENT = ("IPPOLoss", "MAPPOLoss")
+"""Those that TorchRL has for groups of agents; the others that are on-policy can have them, too."""
 
 
-def parts(spec: EnvSpec, config: TorchRLConfig) -> Parts:
+def parts(spec: EnvSpec, config: LossConfig) -> Parts:
     """Actor and loss for an environment.
 
     Raises:
@@ -300,17 +388,35 @@ def parts(spec: EnvSpec, config: TorchRLConfig) -> Parts:
     return LOSSES[config.loss](_Builder(spec, config), make)
 
 
+class LossPolicies(Policies):
+    """A loss for every policy."""
+
+    def __init__(self, spec: EnvSpec, config: TorchRLConfig = TorchRLConfig()) -> None:
+        own = [x for x in (config.policies or {}).values() if isinstance(x, Mapping)]
+        central = "MAPPOLoss" in {config.loss, *(x.get("loss") for x in own)}
+        super().__init__(spec, config, _agent, LossConfig, central=central)
+
+
 def torchrl_agent(spec: EnvSpec, config: TorchRLConfig = TorchRLConfig()) -> Agent:
     """The agent of `algo=torchrl`.
 
     Raises:
-      ValueError: as `parts`.
+      ValueError: as `parts`, and as `Policies` where there are groups.
     """
+    if spec.groups is not None:
+        return LossPolicies(spec, config)
+    if config.policies:
+        raise ValueError(f"policies={config.policies} are for groups of agents, and {spec.name} has one agent.")
+    return _agent(spec, config)
+
+
+def _agent(spec: EnvSpec, config: LossConfig) -> Agent:
+    """Of one policy."""
     from torchpod.interop.torchrl import LossAgent
 
     actor, loss = parts(spec, config)
-    if config.loss in ON_POLICY and "normalize_advantage" not in config.arguments and config.normalize_advantage:
-        cast(Any, loss).normalize_advantage = True
+    if config.loss in ON_POLICY and "normalize_advantage" not in config.arguments:
+        cast(Any, loss).normalize_advantage = config.normalize_advantage
     return LossAgent(
         actor,
         loss,

@@ -10,10 +10,13 @@ if __name__ == "bench":
 # Suite -> module of this package; read when it is asked for, so that one suite never needs what another imports.
 SUITES = {
     name: name
-    for name in ("anakin", "brax", "envs", "gpu", "losses", "population", "replay", "reuse", "scaling", "sebulba")
+    for name in (
+        *("anakin", "brax", "envs", "gpu", "losses", "multiagent", "population", "replay", "reuse", "scaling"),
+        "sebulba",
+    )
 }
 
-HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses", "replay")
+HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses", "multiagent", "replay")
 """Suites that know `--only`."""
 
 

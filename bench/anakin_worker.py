@@ -133,7 +133,10 @@ class Prepared:
         self._compiler, self._capture = compiler or Compiler(True), capture
         self._state, self._env_replay, self._wall_s = anakin.init(seed), None, []
         began = time.perf_counter()
-        self._replay = self._captured(PROGRAMS[mode](anakin, self._compiler), self._state)
+        program = PROGRAMS[mode](anakin, self._compiler)
+        if not capture:
+            self._compiler.ahead(program, self._state)  # as `train` does
+        self._replay = self._captured(program, self._state)
         self._call()
         self._first_s = time.perf_counter() - began
         for _ in range(warmup_calls - 1):

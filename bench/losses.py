@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchpod.algos.torchrl import LOSSES
+from torchpod.algos.torchrl import LOSSES, MULTI_AGENT
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
 from torchpod.bench.harness import RowMaker, Worker
@@ -35,7 +35,7 @@ class Case(NamedTuple):
         return f"{self.loss}/{self.size}"
 
 
-CASES = tuple(Case(loss, size) for size in SIZES for loss in sorted(LOSSES))
+CASES = tuple(Case(loss, size) for size in SIZES for loss in sorted(LOSSES.keys() - MULTI_AGENT))
 SMALL_GOAL, LARGE_GOAL = 4.0, 1.0
 """Times TorchRL, at least; the first for `GOALS` alone."""
 GOALS = ("A2CLoss", "ClipPPOLoss", "DDPGLoss", "DQNLoss", "IQLLoss", "SACLoss", "TD3Loss", "TQCLoss")

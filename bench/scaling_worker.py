@@ -82,7 +82,7 @@ def measure(num_envs: int, iterations: int, repeats: int, *, device: str, compil
         device=where,
     )
     measured = timed(anakin, "update", iterations, repeats)
-    per_iteration = config.num_epochs * (config.num_minibatches + 1) + 1
+    per_iteration = config.num_epochs * (config.num_minibatches + 1) + 2  # metrics before learning, and episodes
     timed_sums = WatchedRanks.sums[-repeats * iterations * per_iteration :]
     return {
         **measured,

@@ -18,7 +18,7 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.delayed_chain import DelayedChain
 from torchpod.envs.grids.four_rooms import FourRooms
 from torchpod.envs.grids.grid_world import GridWorld
-from torchpod.envs.host import Brax, EnvPool, Gymnasium
+from torchpod.envs.host import Brax, EnvPool, Gymnasium, PettingZoo
 from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
 from torchpod.envs.multi_agent.covid_economy import CovidEconomy
 from torchpod.envs.multi_agent.tag_continuous import TagContinuous
@@ -47,6 +47,7 @@ MAKERS: dict[str, Callable[..., Env]] = {
     "mountain_car": MountainCar,
     "mountain_car_continuous": MountainCarContinuous,
     "pendulum": Pendulum,
+    "pettingzoo": PettingZoo,
     "point_mass": PointMass,
     "tag_continuous": TagContinuous,
     "tag_gridworld": TagGridWorld,
@@ -73,6 +74,7 @@ __all__ = [
     "MountainCar",
     "MountainCarContinuous",
     "Pendulum",
+    "PettingZoo",
     "PointMass",
     "Seaquest",
     "SpaceInvaders",

@@ -274,6 +274,15 @@ class ActionRepeat(Transform):
         return ActionRepeat(time_limit(self.env, max_episode_steps * self.num), self.num)
 
 
+def innermost(env: Env, state: Tree) -> tuple[Env, Tree]:
+    """What a tensor environment is inside of its transforms, and the state that its author knows."""
+    while isinstance(env, Transform):
+        env, (state, _) = env.env, state
+    if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step:
+        state, _, _ = state
+    return env, state
+
+
 def time_limit(env: Env, max_episode_steps: int) -> Env:
     """The environment with episodes truncated after so many steps, or earlier if it has a shorter limit.
 

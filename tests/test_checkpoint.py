@@ -106,6 +106,27 @@ def test_weights_are_plain_safetensors(tmp_path: Path):
     assert torch.equal(weights["weight"], make_state().params["weight"])
 
 
+def test_policies_also_lie_in_files_of_their_own(tmp_path: Path):
+    own = {"net.weight": torch.randn(3, 4), "scale": torch.tensor(2.0)}
+    others = {"policies.weight": torch.ones(2), "net.policies.a.weight": torch.ones(1), "weight": torch.zeros(1)}
+    params = {f"policies.{policy}.{name}": x.clone() for policy in "ab" for name, x in own.items()}
+    folder = save(tmp_path, state=make_state()._replace(params=params | others))
+    files = checkpoint.policies_of(folder)
+    assert files == {policy: folder / f"policy-{policy}.safetensors" for policy in "ab"}
+    copy = shutil.copy(files["a"], tmp_path / "a.safetensors")
+    for file in (files["a"], files["b"], copy):
+        found = checkpoint.load_policy(file)
+        assert found.keys() == own.keys() and all(bits(x) == bits(own[name]) for name, x in found.items())
+    assert checkpoint.load_weights(folder).keys() == params.keys() | others.keys()
+    assert checkpoint.policies_of(save(tmp_path, 2)) == {}
+    files["b"].write_bytes(files["a"].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="policy-b.safetensors is missing or damaged"):
+        checkpoint.load_policy(files["b"])
+    # Who goes on has the same in the weights.
+    weights, *_ = checkpoint.load(folder, make_state()._replace(params=params | others), ranks=Ranks())
+    assert weights.keys() == params.keys() | others.keys()
+
+
 def test_only_the_newest_are_kept(tmp_path: Path):
     for iteration in (1, 2, 30, 100, 101):
         save(tmp_path, iteration, keep=2)
@@ -268,23 +289,27 @@ def test_pickled_code_is_never_run(tmp_path: Path):
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("name", ["state-0.pt", "weights.safetensors", "meta.json"])
+FILES = ["state-0.pt", "weights.safetensors", "policy-a.safetensors", "meta.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_full_disk_leaves_the_older_checkpoints_and_no_rest(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    save(tmp_path, 1)
+    state = make_state()._replace(params={"policies.a.weight": torch.ones(3)})
+    save(tmp_path, 1, state=state)
     before = digests(tmp_path)
     fsync, written = os.fsync, []
 
     def full(handle: int) -> None:
         written.append(handle)
-        if len(written) > ["state-0.pt", "weights.safetensors", "meta.json"].index(name):
+        if len(written) > FILES.index(name):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(handle)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="cannot be written") as error:
         patch.setattr(os, "fsync", full)
-        save(tmp_path, 2)
+        save(tmp_path, 2, state=state)
     assert str(error.value) == (
         f"{tmp_path}/checkpoints/0000000002 cannot be written (No space left on device); free some space, or choose "
         "another folder with run_dir=DIR."

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from torchpod import algos, configs, envs
-from torchpod.algos.torchrl import CONTINUOUS
+from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT
 from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load
 from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
@@ -37,23 +37,32 @@ def test_the_groups_hold_what_there_is():
     "override", [f"{group}={name}" for group in ("experiment", "algo", "env", "loss") for name in choices(group)]
 )
 def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
-    if override == "env=envpool" or "pong" in override:
+    atari = "pong" in override or override == "experiment=r2d2_breakout"
+    if override == "env=envpool" or atari:
         pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    if override == "env=pettingzoo":
+        pytest.importorskip("mpe2", reason="the extra `pettingzoo`, or the package mpe2, is not installed")
     if override == "env=brax" and importlib.util.find_spec("brax") is None:
         pytest.skip("the extra `brax` is not installed")
-    many = ("env=covid_economy", "env=tag_continuous", "env=tag_gridworld")
+    many = ("env=covid_economy", "env=tag_continuous", "env=tag_gridworld", "env=pettingzoo")
     host = ["algo=ippo"] if override in many else []
-    host += ["env=tag_gridworld"] if override in ("algo=ia2c", "algo=ippo", "algo=mappo") else []
-    host += ["loop=sebulba"] if override in ("env=brax", "env=envpool", "env=gymnasium") else []
+    groups = [f"algo={x}" for x in ("ia2c", "ippo", "mappo")] + [f"loss={x}" for x in MULTI_AGENT]
+    host += ["env=tag_gridworld"] if override in groups else []
+    on_host = [f"env={x}" for x in ("brax", "envpool", "gymnasium", "pettingzoo")]
+    host += ["loop=sebulba"] if override in on_host else []
     host += ["env.task=fast"] if override == "env=brax" else []  # others take long to compile
     continuous = [f"algo={x}" for x in ("apg", "ddpg", "shac", "td3")] + [f"loss={x}" for x in CONTINUOUS]
     host += ["env=pendulum"] if override in continuous else []
+    slow = override in many[:2] or "ia2c_" in override  # to evaluate, for as long as an episode lasts
+    host += ["env.max_episode_steps=20"] if slow else []
     host += ["algo.replay.min_size=1"] if load([override]).algo.replay else []  # learns in the first iteration
-    host += ["+env.max_episode_steps=20"] if "pong" in override else []
-    sequences = "r2d2" in override  # the first is whole after two unrolls, or three
-    host += ["algo.unroll_length=16", f"total_env_steps={513 if 'asterix' in override else 257}"] if sequences else []
+    host += ["+env.max_episode_steps=20"] if atari else []
+    iterations = 1
+    if "r2d2" in override:  # the first sequence is whole after one unroll, two, or three
+        iterations = 4 if "breakout" in override else 3 if "asterix" in override else 2
+        host += ["algo.unroll_length=16", f"total_env_steps={256 * (iterations - 1) + 1}"]
     run = execute(load([override, *TINY, *host, f"run_dir={tmp_path / 'run'}"]))
-    assert 0 < run.summary["env_steps"] <= 16 * 16 * (3 if sequences else 1)
+    assert 0 < run.summary["env_steps"] <= 256 * iterations
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
@@ -176,6 +185,22 @@ def refused(overrides: list[str]) -> str:
         ("algo.agent.discount=1.5", "algo.agent.discount=1.5 must lie from 0 to 1."),
         ("algo.learner.learning_rate=-1", "algo.learner.learning_rate=-1.0 must lie from 0 to inf."),
         ("algo.learner.beta1=nan", "algo.learner.beta1=nan must lie from 0 to 1."),
+        (
+            "algo.learner.schedules={clip:[[0]]}",
+            "algo.learner.schedules.clip=[[0.0]] must be points [environment steps, value], e.g. [[0,0.5],[5e7,0.05]].",
+        ),
+        ("algo.learner.schedules={clip:[]}", "algo.learner.schedules.clip=[] must be points [environment steps, "),
+        (
+            "algo.learner.schedules={clip:[[5e7,0.1],[0,0.2]]}",
+            "algo.learner.schedules.clip=[[50000000.0, 0.1], [0.0, 0.2]] must be finite numbers, with steps that grow "
+            "from point to point.",
+        ),
+        ("algo.learner.schedules={clip:[[0,0.1],[0,0.2]]}", "with steps that grow from point to point."),
+        ("algo.learner.schedules={clip:[[0,nan]]}", "must be finite numbers"),
+        ("algo.learner.schedules={clip:[[0,-1]]}", "schedules.clip=[[0.0, -1.0]] must have values from 0 to inf."),
+        ("algo.learner.schedules={policies.a.discount:[[0,2]]}", "must have values from 0 to 1."),
+        ("algo.learner.schedules={learning_rate.a:[[0,-1]]}", "must have values from 0 to inf."),
+        ("algo.learner.schedules={clip:1}", "algo.learner.schedules={'clip': 1}: expected names, each with a list, "),
         ("total_env_steps=99999999999999999", "total_env_steps=99999999999999999 must be at most 2^53."),
         ("num_envs", "num_envs is no override; write KEY=VALUE, e.g. num_envs=1024."),
         ("num_envs=[1", "the configuration cannot be composed: "),

@@ -44,6 +44,7 @@ def test_the_whole_report_on_this_machine(here, capsys):
         "av",
         "envpool",
         "brax",
+        "pettingzoo",
         "./runs",
     ):
         assert f" {name}" in out
@@ -172,7 +173,12 @@ def test_what_it_means_that_torchrls_extension_does_not_load(monkeypatch):
     assert "was built for another torch" in found.what and "prioritized replay buffers" in found.repair
 
 
-def test_a_runs_folder_that_cannot_be_written_is_essential(here):
+def disk(gigabytes: int):
+    return lambda _: collections.namedtuple("usage", "total used free")(10**12, 0, gigabytes * 10**9)
+
+
+def test_a_runs_folder_that_cannot_be_written_is_essential(here, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", disk(100))
     assert only(module._runs_folder).status == "ok"
     (here / "runs").touch()
     found = only(module._runs_folder)
@@ -183,8 +189,7 @@ def test_a_runs_folder_that_cannot_be_written_is_essential(here):
 
 
 def test_a_disk_that_is_nearly_full_is_a_warning(here, monkeypatch):
-    usage = collections.namedtuple("usage", "total used free")(10**12, 10**12 - 10**9, 10**9)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", disk(1))
     found = only(module._runs_folder)
     assert found.status == "warn" and "1 GB free" in found.what
 

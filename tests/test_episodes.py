@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.episodes import count_episodes, mean_metrics
+from torchpod.episodes import average, count_episodes, mean_metrics, names_of
 from torchpod.types import FIRST, LAST, MID, TimeStep
 
 
@@ -104,7 +104,7 @@ def test_groups_count_the_means_over_their_agents_apart_and_their_sum(rng):
     expected = torch.tensor([size, of_a + of_b, size * length, size * length, of_a, of_b]).double()
     torch.testing.assert_close(found.sums, expected)
     assert found.running_return.shape == (size, 2) and not found.running_return.any()
-    metrics = mean_metrics([{"episodes": found.sums}, {"episodes": found.sums}], ("b", "a"))
+    metrics = mean_metrics([{"episodes": found.sums}, {"episodes": found.sums}], names_of(timestep))
     assert metrics["episode_return/a"].item() == pytest.approx(of_a.item() / size)
     assert metrics["episode_return/b"].item() == pytest.approx(of_b.item() / size)
     assert metrics["episode_return"].item() == pytest.approx((of_a + of_b).item() / size)
@@ -130,3 +130,55 @@ def test_members_of_a_population_are_counted_apart(rng):
     for i in range(3):
         assert torch.equal(mapped.sums[i], single[i].sums)
         assert torch.equal(mapped.running_return[i], single[i].running_return)
+
+
+def test_what_an_environment_reports_counts_where_games_end(rng):
+    length, size = 6, 5
+    step_type, reward, over = Stream(rng, size).trajectory(length)
+    over[3, 0] = True
+    timestep = to_timestep(step_type, reward, over)
+    told = {"tags": torch.tensor(rng.random((length + 1, size))).float(), "deaths": torch.tensor(1e6 * reward).float()}
+    told["tags"][~timestep.extras["game_over"]] = torch.nan  # it says nothing while a game goes on
+    timestep = timestep._replace(extras=timestep.extras | {"episode": told})
+    found = count_episodes(timestep, torch.zeros(size), torch.zeros(size, dtype=torch.int64))
+    metrics = mean_metrics([{"episodes": found.sums}, {"episodes": 2 * found.sums}], names_of(timestep))
+    assert list(metrics)[-2:] == names_of(timestep) == ["episode_deaths", "episode_tags"]
+    ended = over[1:].astype(bool)
+    for name, x in told.items():
+        expected = x[1:].numpy()[ended].astype(float).mean()
+        assert metrics[f"episode_{name}"].item() == pytest.approx(expected)
+
+
+def test_reports_come_behind_the_returns_of_groups():
+    a = torch.ones(3, 2, 4)
+    step_type = torch.tensor([[MID, MID], [LAST, MID], [FIRST, LAST]], dtype=torch.int32)
+    extras = {
+        "raw_reward": {"a": a},
+        "game_over": step_type == LAST,
+        "episode": {"rate": torch.tensor([[9.0, 9], [1, 9], [9, 3]])},
+    }
+    timestep = TimeStep(step_type, {"a": a}, {"a": a}, {}, extras)
+    found = count_episodes(timestep, torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64))
+    assert names_of(timestep) == ["episode_return/a", "episode_rate"]
+    assert found.sums[4:].tolist() == [3, 4]  # one reward of the first episode, two of the second; 1 + 3
+
+
+def test_means_are_taken_of_metrics_but_of_those_of_extremes():
+    history = [
+        {"x": torch.tensor(float(i)), "a/reward_min": torch.tensor(-float(i)), "reward_max": torch.tensor(3.0 - i)}
+        for i in (1, 5)
+    ]
+    assert {k: v.item() for k, v in average(history).items()} == {"x": 3, "a/reward_min": -5, "reward_max": 2}
+
+
+def test_iterations_that_say_nothing_of_a_metric_are_left_out():
+    """Of three members: one always says something, one once, and one never; an infinity is no NaN."""
+    nan, inf = torch.nan, torch.inf
+    rows = [[1.0, nan, nan], [-inf, nan, nan], [5.0, 4.0, nan]]
+    history = [{name: torch.tensor(row) for name in ("x", "x_min", "x_max")} for row in rows]
+    found = average(history)
+    for name, want in (("x", [-inf, 4, nan]), ("x_min", [-inf, 4, nan]), ("x_max", [5, 4, nan])):
+        torch.testing.assert_close(found[name], torch.tensor(want), rtol=0, atol=0, equal_nan=True)
+    sums = torch.zeros(3, 4)
+    metrics = mean_metrics([h | {"episodes": sums} for h in history])
+    torch.testing.assert_close(metrics["x_max"], torch.tensor([5, 4, nan]).double(), equal_nan=True)

@@ -10,7 +10,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
-from torchpod.evaluate import evaluate
+from torchpod.evaluate import Evaluation, evaluate
 from torchpod.rollout import make_step, start
 from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.types import FIRST, LAST
@@ -114,12 +114,16 @@ class Crowd(HostEnv):
         return super().init(keys)
 
 
+def same(one: Evaluation, other: Evaluation) -> bool:
+    return all(torch.equal(*pair) for pair in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True))
+
+
 def test_episodes_on_the_host_are_played_in_rounds_of_at_most_num_envs(seed):
     agent, variables = make(Lives(), seed)
     whole = evaluate(agent, Lives(), variables, random.key(seed), num_episodes=7)
     parts = evaluate(agent, Crowd(Lives()), variables, random.key(seed), num_episodes=7, num_envs=3)
     assert Crowd.sizes == [3, 3, 1]
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert same(whole, parts)
 
 
 def test_evaluation_repeats_with_its_key_and_ignores_the_global_generator(seed):
@@ -127,7 +131,7 @@ def test_evaluation_repeats_with_its_key_and_ignores_the_global_generator(seed):
     agent, variables = make(env, seed)
     before = torch.get_rng_state()
     one, two, other = (evaluate(agent, env, variables, random.key(k), num_episodes=8) for k in (seed, seed, seed + 1))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert same(one, two)
     assert not torch.equal(one.lengths, other.lengths) or one.lengths.unique().numel() == 1
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -141,4 +145,4 @@ def test_a_member_of_a_population_plays_as_it_does_alone(seed):
     together = evaluate(agent, env, stacked, random.key(seed), num_episodes=6, compiler=compiler)
     for i, variables in enumerate(members):
         alone = evaluate(agent, env, variables, random.key(seed), num_episodes=6)
-        assert all(torch.equal(a[i], b) for a, b in zip(together, alone, strict=True))
+        assert same(pytree.tree_map(lambda x, i=i: x[i], together), alone)

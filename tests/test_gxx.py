@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from torchpod import gxx
@@ -15,7 +16,7 @@ def test_programs_include_nothing_but_what_the_precompiled_header_has(seed):
     torch.testing.assert_close(compiled(x)[0], x.exp() * seed)
     (program,) = compiled._programs
     assert program.entry is not None
-    source = Path(program.entry.library).with_suffix(".cpp").read_text()
+    source = Path(program.entry.library).resolve().with_suffix(".cpp").read_text()
     included = set(re.findall(r"#include <(.*)>", source))
     assert included & set(gxx.HEADERS)
     assert included <= {*gxx.HEADERS, "cstdlib", "cerrno"}, (
@@ -46,3 +47,35 @@ def test_the_vector_instructions_that_are_chosen_can_be_built_and_loaded():
 
     gxx.quicken()
     assert cpu_vec_isa.pick_vec_isa().check_build(cpu_vec_isa.VecISA._avx_code)
+
+
+def test_a_library_is_compiled_once_per_machine(tmp_path, monkeypatch):
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = gxx.library("cpu_memory.cpp", "-lc10")
+    assert library.torchpod_memory
+    assert [path.name for path in (tmp_path / "torchpod").iterdir()] == [Path(library._name).name]
+
+    def refuse(command, cwd):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", refuse)
+    assert gxx.library("cpu_memory.cpp", "-lc10")._name == library._name
+    monkeypatch.setattr(gxx, "processor", lambda: "another")
+    with pytest.raises(AssertionError, match="compiled again"):
+        gxx.library("cpu_memory.cpp", "-lc10")
+
+
+def test_libraries_lie_among_programs_where_there_is_no_cache(monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert gxx._library_folder() == Path(cache_dir())
+
+
+def test_the_table_of_result_types_is_filled_once():
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+    Compiled(lambda x: (x + 1.5,), "f", 1)(torch.ones(3))
+    assert DtypePropagationOpsHandler().add is DtypePropagationOpsHandler().add

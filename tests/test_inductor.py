@@ -1,6 +1,7 @@
 import threading
 import time
 
+import pytest
 import torch
 
 from torchpod import cpu_memory, inductor
@@ -109,3 +110,44 @@ def test_a_machine_with_a_gpu_needs_no_compiler_of_cpp(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu_memory, "install", lambda: 1 / 0)
     assert Compiler(True).enabled
+
+
+def test_what_is_compiled_ahead_is_not_called_and_then_as_ever(seed):
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    first = inductor.Compiled(lambda x: {"y": (x.T * 2.0 + 1.0).contiguous(), "n": (x > 0.0).sum()}, "first", 1)
+    second = inductor.Compiled(lambda tree: tree["y"].exp() * tree["n"], "second", 1)
+    with inductor.ahead():
+        made = first(x)
+        assert made["y"].shape == (3, 5) and made["n"].dtype == torch.int64
+        assert not made["y"].any() and not second(made).any()
+        assert first(x)["y"] is made["y"]
+    torch.testing.assert_close(second(first(x)), (x.T * 2.0 + 1.0).exp() * (x > 0.0).sum())
+    assert len(first._programs) == len(second._programs) == 1
+
+
+def test_a_program_compiled_ahead_for_what_never_comes_makes_room():
+    double = Compiler(enabled=True)(lambda x: x * 2.0)
+    with inductor.ahead():
+        double(torch.ones(3))
+    torch.testing.assert_close(double(torch.ones(4)), torch.full((4,), 2.0))
+    with pytest.raises(inductor.RecompilationError, match="met another"):
+        double(torch.ones(5))
+
+
+def test_programs_ahead_are_compiled_by_other_threads(monkeypatch):
+    from torch._inductor import cpp_builder
+
+    threads = []
+    run = cpp_builder.run_compile_cmd
+
+    def watched(command, cwd):
+        threads.append(threading.current_thread())
+        return run(command, cwd)
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", watched)
+    number = time.time()  # so that no cache has it
+    compiled = Compiler(enabled=True)(lambda x: x * number)
+    with inductor.ahead():
+        compiled(torch.ones(7))
+    assert threads and threading.main_thread() not in threads
+    torch.testing.assert_close(compiled(torch.ones(7)), torch.full((7,), number))

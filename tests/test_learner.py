@@ -280,7 +280,7 @@ class Quadratic(Agent):
         return LossOutput((error * batch.steps["weight"]).sum(), {})
 
 
-@pytest.mark.parametrize("anneal", [False, True])
+@pytest.mark.parametrize("anneal", [False, True, "schedule"])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
 def test_clipping_annealing_and_adam_equal_torchs(seed, max_grad_norm, anneal):
     length, size, iterations = 4, 5, 6
@@ -291,9 +291,16 @@ def test_clipping_annealing_and_adam_equal_torchs(seed, max_grad_norm, anneal):
     x = trajectory.timestep.observation.double()
     trajectory = trajectory._replace(timestep=trajectory.timestep._replace(observation=x))
     config = LearnerConfig(
-        num_epochs=2, num_minibatches=1, learning_rate=0.03, max_grad_norm=max_grad_norm, anneal_learning_rate=anneal
+        num_epochs=2,
+        num_minibatches=1,
+        learning_rate=0.03,
+        max_grad_norm=max_grad_norm,
+        anneal_learning_rate=bool(anneal),
+        schedules={"learning_rate": ((20.0, 0.03), (60.0, 0.01))} if anneal == "schedule" else None,
     )
-    learner = Learner(agent, config, num_iterations=iterations)
+    rates = [0.03 * (1 - i / iterations) if anneal else 0.03 for i in range(iterations)]
+    rates = [0.03, 0.03, 0.03, 0.025, 0.02, 0.015] if anneal == "schedule" else rates
+    learner = Learner(agent, config, num_iterations=iterations, steps_per_iteration=10)
     state = learner.init(*variables_of(agent))
     optimizer = torch.optim.Adam(reference.parameters(), lr=0.03, eps=1e-5)
     for i in range(iterations):
@@ -301,7 +308,7 @@ def test_clipping_annealing_and_adam_equal_torchs(seed, max_grad_norm, anneal):
         norms = []
         for _ in range(2):
             for group in optimizer.param_groups:
-                group["lr"] = 0.03 * (1 - i / iterations) if anneal else 0.03
+                group["lr"] = rates[i]
             optimizer.zero_grad()
             ((reference.net(x[:-1]) - 1).square().sum(-1)).mean().backward()
             norms.append(nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm))
@@ -361,7 +368,7 @@ def test_a_reward_that_is_not_a_number_latches_healthy_and_freezes_everything(se
     state, _ = learner.update(state, good, keys)
     assert state.healthy
     reward = good.timestep.reward.clone()
-    reward[3] = float("nan")
+    reward[1:] = float("nan")
     bad = good._replace(timestep=good.timestep._replace(reward=reward))
     broken, metrics = learner.update(state, bad, random.at(keys, 10))
     assert not broken.healthy and metrics["loss"].isnan()
@@ -406,19 +413,20 @@ def test_chunks_are_equal_and_near_the_size_asked_for(rows, chunk_rows, chunks):
 
 
 class Counted(Ranks):
-    """One rank that notes the sizes of what it sums."""
+    """One of two ranks that notes the sizes of what it would sum."""
 
     sizes: ClassVar[list[int]] = []
 
     def sum(self, x):
         self.sizes.append(x.numel())
-        return super().sum(x)
+        return x
 
 
 def test_ranks_sum_one_flat_gradient_per_optimizer_step_and_the_moments_once_an_epoch(seed):
     torch.manual_seed(seed)
     agent = PPO(SPEC, PPOConfig(hidden=(8,)))
-    learner = Learner(agent, LearnerConfig(num_epochs=3, num_minibatches=2), num_iterations=5, ranks=Counted())
+    config = LearnerConfig(num_epochs=3, num_minibatches=2)
+    learner = Learner(agent, config, num_iterations=5, ranks=Counted(world_size=2))
     state = learner.init(*variables_of(agent))
     Counted.sizes.clear()
     _, metrics = learner.update(state, experience(seed, 8, 4), random.split(random.key(seed), 4))
@@ -426,7 +434,8 @@ def test_ranks_sum_one_flat_gradient_per_optimizer_step_and_the_moments_once_an_
     gradient = sum(-(-p.numel() // 16) * 16 for p in agent.parameters())  # each is filled up to whole cache lines
     assert 0 < len(metrics.keys() - {"grad_norm", "healthy"}) <= 16
     gradient += 16  # the other metrics travel with it
-    assert Counted.sizes == [moments, gradient, gradient] * 3
+    measures = 6 + 2 * 2  # sums, and the extremes of either rank
+    assert Counted.sizes == [measures, *[moments, gradient, gradient] * 3]
 
 
 def test_weights_sum_to_one_however_small_they_are(seed):
@@ -475,3 +484,32 @@ def test_hyperparameters_are_annealed_to_nothing_and_stay_what_they_were_in_the_
     wrong = Learner(agent, LearnerConfig(anneal=("entropy",)), num_iterations=4)
     with pytest.raises(ValueError, match=r"anneal=\['entropy'\]: entropy is none of \['coefficient'\]"):
         wrong.init(*variables_of(agent))
+
+
+def test_hyperparameters_follow_their_schedules_and_stay_what_they_were_in_the_state(seed):
+    trajectory, keys = experience(seed, 16, 6), random.split(random.key(seed), 6)
+    agent, points = Echo(), ((96.0, 0.5), (288.0, 0.1), (384.0, 0.3))
+    config = LearnerConfig(num_epochs=2, num_minibatches=2, schedules={"coefficient": points})
+    learner = Learner(agent, config, num_iterations=6, steps_per_iteration=96)
+    state, losses = learner.init(*variables_of(agent)), []
+    for i in range(6):
+        assert learner.acting(state, torch.tensor(i))["coefficient"].dtype == torch.float32
+        state, metrics = learner.update(state, trajectory, keys)
+        losses.append(metrics["loss"].item())
+    assert losses == pytest.approx([0.5, 0.5, 0.3, 0.1, 0.3, 0.3])
+    assert state.buffers["coefficient"] == torch.tensor(0.8)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "message"),
+    [
+        ({"entropy": ((0, 1),)}, r"schedules.entropy is none of \['coefficient', 'learning_rate', 'learning_rate.l"),
+        ({"learning_rate.policy": ((0, 1),)}, "schedules.learning_rate.policy is none of "),
+        ({"coefficient": ((0, 1),)}, "schedules and anneal both have coefficient; leave it out of one of them"),
+    ],
+)
+def test_schedules_that_cannot_work_are_refused(schedules, message):
+    agent = Echo()
+    learner = Learner(agent, LearnerConfig(anneal=("coefficient",), schedules=schedules), num_iterations=4)
+    with pytest.raises(ValueError, match=message):
+        learner.init(*variables_of(agent))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,7 +62,8 @@ def test_without_a_command_or_with_help_it_says_what_there_is(call: Call):
 def test_an_unknown_command_is_refused(call: Call):
     assert (
         error_of(call("coach"))
-        == "torchpod coach is no command; use train, eval, export, plot, warmup, check, list, doctor, bench."
+        == "torchpod coach is no command; use train, eval, export, plot, warmup, check, autoscale, list, "
+        "doctor, bench."
     )
 
 
@@ -295,7 +297,27 @@ class TestEval:
         out = call("eval", "run", "--episodes", "1", "--video", "x.gif", "--member", "1")[1]
         assert out.endswith(f"return {means[1]:.1f}, member 1\n")
         assert error_of(call("eval", "run", "--video", "x.gif", "--member", "3")) == "--member 3 must be from 0 to 2."
-        assert error_of(call("eval", "run", "--member", "1")) == "--member 1 chooses whose video is made; add --video."
+        assert error_of(call("eval", "run", "--member", "1")) == (
+            "--member 1 chooses whose episode is written; add --video or --episode."
+        )
+
+    def test_an_episode_is_recorded_and_drawn_in_one_call_and_its_actions_may_be_drawn(self, call: Call):
+        pytest.importorskip("PIL")
+        assert call("train", *SMALL, "run_dir=run")[0] == 0
+        greedy = call("eval", "run", "--episodes", "3")[1]
+        status, out, error = call(
+            "eval", "run", "--episodes", "3", "--episode", "a/b.npz", "--video", "c.gif", "--sample"
+        )
+        assert (status, error) == (0, "")
+        sampled, recorded, drawn = out.splitlines()
+        assert json.loads(sampled) != json.loads(greedy)
+        arrays = np.load("a/b.npz")
+        length = len(arrays["action"])
+        assert arrays["observation"].shape == (length + 1, 4) and arrays["reward"].sum() == length
+        assert recorded == f"a/b.npz: {length} steps in {len(arrays)} arrays, return {length:.1f}"
+        assert drawn == f"c.gif: {length + 1} frames, return {length:.1f}"
+        error = error_of(call("eval", "run", "--episode", "x.npy"))
+        assert error == "x.npy has the suffix '.npy'; use .npz, which numpy.load reads."
 
     def test_a_video_that_cannot_be_made_is_refused_before_the_episodes(
         self, call: Call, monkeypatch: pytest.MonkeyPatch

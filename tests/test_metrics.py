@@ -166,6 +166,7 @@ def test_every_sink_is_closed_when_one_fails(tmp_path):
         ("updates_per_s_per_device", True),
         ("learner_wait", True),
         ("actor_in_environment", True),
+        ("phase_rollout", True),
         ("policy_age", False),
         ("env_steps", False),
         ("episode_returns", False),

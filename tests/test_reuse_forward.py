@@ -85,6 +85,15 @@ def test_compiled_updates_are_the_eager_ones(case, population, seed):
     require_equal_runs(our_metrics, metrics, rtol=1e-3, atol=1e-3)
 
 
+def test_a_compiled_run_begins_and_learns(seed):
+    """Its programs, unlike others, are needed while the next ones are traced."""
+    anakin = make("a2c", compiler=Compiler(True))
+    report, replay = next(train(anakin, anakin.init(seed)))
+    expected, _ = make("a2c").iterate(anakin.init(seed))
+    assert report.iteration == 1
+    require_equal_runs(replay.state.learner.mu, expected.learner.mu, rtol=1e-3, atol=1e-5)
+
+
 def test_members_of_a_population_equal_runs_of_their_own(seed):
     together, _ = iterate(make("a2c", compiler=Compiler(False, 2)), seed)
     for i in range(2):

@@ -12,6 +12,7 @@ from torchpod import random
 from torchpod.env import HostEnv
 from torchpod.envs import CartPole, Catch
 from torchpod.evaluate import evaluate
+from torchpod.recording import record_episode
 from torchpod.render import drawing_of, frame_size
 from torchpod.video import check_video, play, record, write_video
 
@@ -39,9 +40,10 @@ def test_a_video_can_be_read_back(env, suffix, tmp_path, seed):
         pytest.importorskip("av")
     agent, variables = make(env, seed)
     key, path = random.key(seed), tmp_path / "new" / f"episode{suffix}"
-    expected = [frame for frame, _ in play(agent, env, variables, key, num_episodes=4)]
+    recording = record_episode(agent, env, variables, key, num_episodes=4)
+    expected = [frame for frame, _ in play(env, recording)]
     score = evaluate(agent, env, variables, key, num_episodes=4)
-    line = record(path, agent, env, variables, key, num_episodes=4)
+    line = record(path, env, recording)
     assert line == f"{path}: {len(expected)} frames, return {score.returns[0]:.1f}"
     assert len(expected) == score.lengths[0] + 1  # the first frame is before the first step
     frames, rate = read(path)
@@ -56,7 +58,7 @@ def test_an_episode_goes_on_to_the_end_of_the_game(seed):
     env = Lives()
     agent, variables = make(env, seed)
     score = evaluate(agent, env, variables, random.key(seed), num_episodes=3)
-    played = list(play(agent, env, variables, random.key(seed), num_episodes=3))
+    played = list(play(env, record_episode(agent, env, variables, random.key(seed), num_episodes=3)))
     assert played[-1][1] == score.returns[0]
     assert len(played) == score.lengths[0] + 2  # the reset between the lives has a frame too
 
@@ -105,5 +107,5 @@ def test_playing_leaves_the_global_generator_alone(seed):
     env = Catch()
     agent, variables = make(env, seed)
     before = torch.get_rng_state()
-    list(play(agent, env, variables, random.key(seed), num_episodes=1))
+    list(play(env, record_episode(agent, env, variables, random.key(seed), num_episodes=1)))
     assert torch.equal(torch.get_rng_state(), before)

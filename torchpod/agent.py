@@ -46,6 +46,11 @@ class Agent(nn.Module):
     max_lag: int | None = 0
     """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
 
+    hyperparameters: tuple[str, ...] = ()
+    """Names of its own, as `hyperparameter` has registered them."""
+    begins_as: Mapping[str, str] = {}
+    """`{"policies.runner": "runs/first:runner"}`: parts of the agent that begin a new run as policies of another one
+    (policies.py). Only runs do so: an agent by itself is as it was made."""
     may_fall_back: bool = False
     """True: what does not compile of this agent runs uncompiled, after a warning that says why."""
     through_env: bool = False
@@ -64,6 +69,7 @@ class Agent(nn.Module):
     def hyperparameter(self, name: str, value: float) -> None:
         """Registers `self.<name>` as a float32 scalar tensor, so that members of a population may differ in it."""
         self.register_buffer(name, torch.tensor(float(value)))
+        self.hyperparameters = (*self.hyperparameters, name)
 
     def initial_state(self, batch_size: int) -> Tree:
         """The recurrent state of `batch_size` fresh episodes, `[B, ...]`; () for feed-forward agents."""

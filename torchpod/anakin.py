@@ -18,9 +18,10 @@ from torchpod.agent import Agent, Variables, variables_of
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
-from torchpod.episodes import Episodes, count_episodes, mean_metrics
+from torchpod.episodes import Episodes, count_episodes, mean_metrics, names_of
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
+from torchpod.phases import Phases
 from torchpod.replay import Priorities, ReplayConfig
 from torchpod.replay.learning import ReplayLearner
 from torchpod.reuse_forward import ReuseForward
@@ -152,6 +153,7 @@ class Anakin:
       ranks: all processes of the run.
       device: where everything lives.
       replay: what is kept, for an agent that learns from replay.
+      phases: whether to tell what part of the time rollouts and updates take.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class Anakin:
         ranks: Ranks = ALONE,
         device: torch.device | str = "cpu",
         replay: ReplayConfig | None = None,
+        phases: bool = False,
     ) -> None:
         if not (env.traits.pure and env.traits.capturable):
             raise ValueError(f"environment {env.spec.name} is not a pure tensor program; run it with loop=sebulba.")
@@ -176,10 +179,11 @@ class Anakin:
         self.agent = make_agent().to(device)
         self.num_envs, self.unroll_length, self.ranks = num_envs, unroll_length, ranks
         self.num_iterations, self.population, self.compiler = num_iterations, compiler.population, compiler
-        self.learner = Learner(self.agent, learner, num_iterations=num_iterations, compiler=compiler, ranks=ranks)
+        length = {"num_iterations": num_iterations, "steps_per_iteration": num_envs * unroll_length * ranks.world_size}
+        self.learner = Learner(self.agent, learner, compiler=compiler, ranks=ranks, **length)
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env), fall_back=self.agent.may_fall_back)
-        self._count = compiler(count_episodes)
+        self._count, self.phases = compiler(count_episodes), Phases(self.device, phases)
         self._through = self._reuse = self.replay = None
         if self.agent.replayed:
             sizes = {"num_envs": num_envs, "unroll_length": unroll_length}
@@ -215,7 +219,7 @@ class Anakin:
         with span("rollout"):
             return unroll(
                 step,
-                self.learner.acting(state.learner),
+                self.learner.acting(state.learner, state.iteration),
                 state.carry,
                 state.env_keys,
                 state.actor_keys,
@@ -227,8 +231,9 @@ class Anakin:
         """One iteration: without a host sync, and pure but for what replay keeps."""
         tape = Tape(self._step) if self._through else None
         kept = self._reuse.keep() if self._reuse else None
-        carry, trajectory = self._rollout(tape or kept or self._step, state)
-        with span("update"):
+        with self.phases("rollout"):
+            carry, trajectory = self._rollout(tape or kept or self._step, state)
+        with span("update"), self.phases("update"):
             keys = random.at(state.learner_keys, state.iteration * self.learner.counters_per_update)
             if self.replay:
                 learner, metrics = self.replay.update(
@@ -278,9 +283,11 @@ def train(
     """
     until = anakin.num_iterations if until is None else until
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
-    on_gpu, filled = anakin.device.type == "cuda", []
+    on_gpu, filled, names = anakin.device.type == "cuda", [], names_of(state.carry.timestep)
     if anakin.replay:
         anakin.replay.check_calls(iterations_per_call)
+    if not on_gpu:
+        anakin.compiler.ahead(anakin.iterate, state)
     replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: not anakin.compiler.fell_back)
     compile_s = time.perf_counter() - began
     while iteration < until:
@@ -293,9 +300,10 @@ def train(
         # Calls end at multiples of iterations_per_call, so that a resumed run reports the same rows.
         count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
         before = pytree.tree_map(torch.clone, replay.state)
+        anakin.phases.begin()
         try:
             history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
-            metrics, filled = mean_metrics([*filled, *history], anakin.env.spec.groups or ()), []
+            metrics, filled = mean_metrics([*filled, *history], names), []
         except BaseException:
             replay.load(before)  # a call that is interrupted leaves the state of the last report
             raise
@@ -307,6 +315,7 @@ def train(
                 raise failure
         iteration += count
         env_steps, seconds = replay.state.env_steps.tolist(), time.perf_counter() - began
+        metrics |= anakin.phases.shares(count, seconds)
         yield Report(iteration, env_steps, metrics, seconds, compile_s, failure), replay
         compile_s = 0.0
 

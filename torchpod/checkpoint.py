@@ -2,6 +2,7 @@
 
 `RUN/checkpoints/<iteration>/` holds `weights.safetensors` (parameters and buffers of the agent), `state-<rank>.pt`
 (everything else, tensors only, loaded with `weights_only=True`) and `meta.json` (format, shapes, sizes and digests).
+If the agent has policies, each also lies in a `policy-<name>.safetensors`, to be handed on and loaded by itself.
 A checkpoint is written into a hidden folder and renamed: it is there whole, or not at all.
 
 What a killed process left in hidden folders is ignored, and removed with the next checkpoint.
@@ -76,6 +77,9 @@ def save(
                 of_ranks = ["state-{}.pt"] if manifest is None else ["state-{}.pt", "replay-{}.json"]
                 names = [name.format(rank) for name in of_ranks for rank in range(ranks.world_size)]
                 names.append("weights.safetensors")
+                for name, policy in _by_policy(weights).items():
+                    names.append(f"policy-{name}.safetensors")
+                    _write_bytes(partial / names[-1], safetensors.torch.save(_portable(policy)))
                 files = {name: _digest((partial / name).read_bytes()) for name in names}
                 meta = {
                     "format": FORMAT,
@@ -110,14 +114,16 @@ def load(folder: Path, like: Tree, *, ranks: Ranks) -> tuple[dict[str, Tensor], 
       Weights, state, meta.
 
     Raises:
-      CheckpointError: if a file is missing, truncated or foreign, of another format, or does not fit `like`.
+      CheckpointError: if a file is missing, truncated or foreign, of another format, or does not fit `like`. Files of
+        single policies are not read: `load_policy` does that.
     """
     meta = read_meta(folder)
     if meta["world_size"] != ranks.world_size:
         raise CheckpointError(
             f"{folder} was written by {meta['world_size']} rank(s), this run has {ranks.world_size}; start as many."
         )
-    data = {name: _read(folder, name, digest) for name, digest in meta["files"].items()}
+    needed = [name for name in meta["files"] if not name.startswith("policy-")]  # of what the weights hold as well
+    data = {name: _read(folder, name, meta["files"][name]) for name in needed}
     weights = safetensors.torch.load(data["weights.safetensors"])
     flat = torch.load(io.BytesIO(data[f"state-{ranks.rank}.pt"]), map_location="cpu", weights_only=True)
     wanted = _flatten(like)
@@ -125,7 +131,7 @@ def load(folder: Path, like: Tree, *, ranks: Ranks) -> tuple[dict[str, Tensor], 
         got, want = flat.get(name), wanted.get(name)
         if got is None or want is None or got.shape != want.shape or got.dtype != want.dtype:
             raise CheckpointError(
-                f"{folder} does not fit this run: {name} is {_describe(got)} there and {_describe(want)} here; "
+                f"{folder} does not fit this run: {name} is {describe(got)} there and {describe(want)} here; "
                 "resume with the settings that it was written with."
             )
     leaves = [flat[name].to(want.device) for name, want in wanted.items()]
@@ -177,6 +183,22 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     return safetensors.torch.load(_read(folder, name, read_meta(folder)["files"][name]))
 
 
+def policies_of(folder: Path) -> dict[str, Path]:
+    """The files of a checkpoint's policies, by name; raises `CheckpointError` if it is none of ours."""
+    names = [name for name in read_meta(folder)["files"] if name.startswith("policy-")]
+    return {name.removeprefix("policy-").removesuffix(".safetensors"): folder / name for name in names}
+
+
+def load_policy(file: Path) -> dict[str, Tensor]:
+    """Parameters and buffers of one policy, of a checkpoint or copied out of it; raises `CheckpointError`."""
+    if (file.parent / "meta.json").is_file() and file in policies_of(file.parent).values():
+        return safetensors.torch.load(_read(file.parent, file.name, read_meta(file.parent)["files"][file.name]))
+    try:
+        return safetensors.torch.load(file.read_bytes())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{file} is no policy of a checkpoint ({str(error).splitlines()[0]}).") from error
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Says in one sentence what could not be written, why, and what to do."""
@@ -191,6 +213,16 @@ def writing(path: Path) -> Iterator[None]:
 
 def _flatten(tree: Tree) -> dict[str, Tensor]:
     return {pytree.keystr(path): leaf.detach() for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
+
+
+def _by_policy(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What is named `policies.NAME.REST`, by name and rest."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, x in weights.items():
+        match name.split(".", 2):
+            case ["policies", policy, rest]:
+                found.setdefault(policy, {})[rest] = x
+    return found
 
 
 def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -245,5 +277,6 @@ def _digest_of(meta: dict[str, Any]) -> str:
     return _digest(json.dumps(meta, sort_keys=True).encode())
 
 
-def _describe(tensor: Tensor | None) -> str:
+def describe(tensor: Tensor | None) -> str:
+    """Its dtype and shape in words."""
     return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}".replace("torch.", "")

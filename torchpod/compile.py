@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchpod import cpu_memory
-from torchpod.inductor import Compiled, RecompilationError
+from torchpod.inductor import Compiled, RecompilationError, ahead
 from torchpod.recorded import Recorded
 from torchpod.trees import member, stack
 from torchpod.vjp import Vjp, compiled_vjp, eager_vjp
@@ -66,6 +67,12 @@ class Compiler:
         compiled = Compiled(mapped, fn.__qualname__, limit, fallback=as_it_is if fall_back else None)
         self._made.add(compiled)
         return compiled
+
+    def ahead(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Compiles the functions that `fn(*args)` calls, all at the same time, and calls none of them (inductor.py)."""
+        if self.enabled:
+            with ahead():
+                fn(*pytree.tree_map(torch.clone, args))
 
     @property
     def fell_back(self) -> bool:

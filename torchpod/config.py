@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -113,6 +114,8 @@ class LoggerConfig:
     tensorboard: bool = False
     wandb: bool = False
     wandb_project: str = "torchpod"
+    phases: bool = False
+    """Of Anakin: what part of the time rollouts and updates take."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
       ConfigError: for anything that does not exist or does not fit.
     """
+    overrides = [item for each in overrides for item in _expanded(each)]
     custom = {_key(item): item for item in overrides if _names_file(item)}
     plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in _with_loop(overrides)]
     _register()
@@ -233,6 +237,7 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError("run_dir is empty; name a folder, or leave it out.")
     _check_ranges(dataclasses.asdict(config.algo.learner), "algo.learner.")
     _check_ranges(config.algo.agent, "algo.agent.")
+    _check_schedules(config.algo.learner.schedules or {})
     if config.algo.replay is not None:
         _check_ranges(dataclasses.asdict(config.algo.replay), "algo.replay.")
     if not config.checkpoint.interval_s >= 0:
@@ -298,6 +303,20 @@ def _check_ranges(values: Mapping[str, Any], prefix: str) -> None:
             raise ConfigError(f"{prefix}{name}={shown} must lie from {low:g} to {high:g}.")
 
 
+def _check_schedules(schedules: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    for name, points in schedules.items():
+        where = f"algo.learner.schedules.{name}={[list(point) for point in points]}"
+        if not points or any(len(point) != 2 for point in points):
+            raise ConfigError(f"{where} must be points [environment steps, value], e.g. [[0,0.5],[5e7,0.05]].")
+        steps = [step for step, _ in points]
+        if not all(map(math.isfinite, itertools.chain(*points))) or sorted(set(steps)) != steps:
+            raise ConfigError(f"{where} must be finite numbers, with steps that grow from point to point.")
+        kind = "learning_rate" if name.startswith("learning_rate") else name.rpartition(".")[2]
+        low, high = _RANGES.get(kind, (-math.inf, math.inf))
+        if not all(low <= value <= high for _, value in points):
+            raise ConfigError(f"{where} must have values from {low:g} to {high:g}.")
+
+
 def choices(group: str) -> list[str]:
     """Names in a config group: what `GROUP=NAME` accepts."""
     folder = Path(configs.__path__[0]) / group
@@ -341,6 +360,29 @@ def _with_loop(overrides: Sequence[str]) -> list[str]:
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return list(overrides)  # it is refused later, with the reason
     return [f"loop={name}", *overrides] if name in choices("loop") else list(overrides)
+
+
+def _expanded(override: str) -> list[str]:
+    """The overrides that the file of `+autoscale=FILE` stands for; any other is itself."""
+    if _key(override) != "autoscale":
+        return [override]
+    path = Path(override.partition("=")[2])
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{override} cannot be read ({_one_line(error)}); torchpod autoscale writes it.") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{override}: the file holds no settings; torchpod autoscale writes it.")
+    return _lines(tree)
+
+
+def _lines(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Nested settings as overrides."""
+    lines = []
+    for name, value in tree.items():
+        name = f"{prefix}{name}"
+        lines += _lines(value, f"{name}.") if isinstance(value, dict) else [f"{name}={json.dumps(value)}"]
+    return lines
 
 
 def _names_file(override: str) -> bool:

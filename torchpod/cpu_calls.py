@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod.gxx import library
+from torchpod.together import entry_of
 from torchpod.trees import paths, reader, writer
 
 _aoti = cast(Any, torch._C)._aoti
@@ -29,13 +30,11 @@ class Entry:
       LookupError: if there is no such function in it.
     """
 
-    _NAME = "_Z19inductor_entry_implPP16AtenTensorOpaqueS1_"
-
     def __init__(self, compiled: Any) -> None:
         try:
             (cell,) = compiled.current_callable.__closure__
-            self.library: str = cell.cell_contents.__self__.__file__
-            function = getattr(ctypes.CDLL(self.library), self._NAME)
+            module = cell.cell_contents.__self__
+            self.library, function = module.__file__, entry_of(module)
         except (AttributeError, TypeError, ValueError, OSError) as error:
             raise LookupError(f"inductor's program has no entry point: {error}") from error
         self.address = ctypes.cast(function, ctypes.c_void_p).value

@@ -30,6 +30,7 @@ _OPTIONAL = {
     "av": ("video", "torchpod eval RUN --video FILE.mp4"),
     "envpool": ("envpool", "env=envpool"),
     "brax": ("brax", "env=brax"),
+    "pettingzoo": ("pettingzoo", "env=pettingzoo"),
 }
 """Distribution to (extra of torchpod-rl, what needs it)."""
 

@@ -1,6 +1,6 @@
-"""Returns and lengths of the episodes that end inside a trajectory."""
+"""Returns and lengths of the episodes that end inside a trajectory, and what environments report of them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ class Episodes(NamedTuple):
     """What `count_episodes` found in a trajectory."""
 
     sums: Tensor
-    """`[4]` float64: episodes that ended, sum of their returns, sum of their lengths, transitions; behind them the
-    sums of returns of each group, `[4 + G]`, if there are groups."""
+    """`[4]` float64: episodes that ended, sum of their returns, sum of their lengths, transitions. Behind them, as
+    `names_of` says, the sums of returns of each group, if there are any, and of what the environment reports."""
     running_return: Tensor
     running_length: Tensor
 
@@ -50,21 +50,48 @@ def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: T
     ended_length, length = divide(real, running_length)
     sums = torch.stack([over.sum().double(), ended_return.sum(), ended_length, real.sum().double()])
     sums = torch.cat([sums, ended_return]) if ended_return.ndim else sums
+    report = timestep.extras.get("episode", {})
+    told = [torch.where(over, report[name][1:].double(), 0.0).sum() for name in sorted(report)]
+    sums = torch.cat([sums, torch.stack(told)]) if told else sums
     return Episodes(sums, return_.float(), length.long())
 
 
-def mean_metrics(history: list[dict[str, Tensor]], groups: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Metrics of several iterations, on the host: means, and returns over all their episodes (NaN if none ended).
+def names_of(timestep: TimeStep) -> list[str]:
+    """The metrics that come of the sums behind the first four: `episode_return/GROUP`, then `episode_NAME`."""
+    groups = timestep.reward if isinstance(timestep.reward, dict) else ()
+    return [f"episode_return/{g}" for g in sorted(groups)] + [
+        f"episode_{name}" for name in sorted(timestep.extras.get("episode", ()))
+    ]
+
+
+def average(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Means of metrics; of those whose names end in `_min` and `_max` the least and the largest.
+
+    What is NaN is left out: of an iteration that has nothing to say of a metric. NaN where all are.
+    """
+    reduce = {"_min": _least, "_max": lambda x: -_least(-x)}
+    return {
+        name: reduce.get(name[-4:], lambda x: x.nanmean(0))(torch.stack([h[name] for h in history if name in h]))
+        for name in history[-1]
+    }
+
+
+def _least(x: Tensor) -> Tensor:
+    """Of `[I, ...]` over I, without NaN if there is anything else."""
+    return torch.where(x.isnan().all(0), torch.nan, torch.where(x.isnan(), torch.inf, x).amin(0))
+
+
+def mean_metrics(history: list[dict[str, Tensor]], names: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Metrics of several iterations, on the host: see `average`, and means over all their episodes (NaN if none ended).
 
     Args:
       history: per iteration, scalars (`[P]` in a population), and `episodes`, the sums of `count_episodes`.
-      groups: their names; each has an `episode_return/GROUP`.
+      names: from `names_of`.
     """
-    names = [name for name in history[-1] if name != "episodes"]
-    metrics = {name: torch.stack([h[name] for h in history if name in h]).mean(0) for name in names}
-    count, returns, lengths, _, *of_groups = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
+    metrics = average([{name: x for name, x in h.items() if name != "episodes"} for h in history])
+    count, returns, lengths, _, *others = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
     metrics |= {"episodes": count, "episode_return": returns / count, "episode_length": lengths / count}
-    metrics |= {f"episode_return/{g}": x / count for g, x in zip(sorted(groups), of_groups, strict=True)}
+    metrics |= {name: x / count for name, x in zip(names, others, strict=True)}
     on_host = {}
     for device in {value.device for value in metrics.values()}:  # one copy from each
         names = [name for name, value in metrics.items() if value.device == device]

@@ -1,53 +1,74 @@
 """Evaluates a run folder: the weights of its newest checkpoint, on fresh episodes."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from torchpod import checkpoint, random
-from torchpod.agent import variables_of
+from torchpod.agent import Agent, Variables, variables_of
 from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.evaluate import Evaluation, evaluate
+from torchpod.config import TrainConfig
+from torchpod.evaluate import evaluate
+from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
+from torchpod.recording import check_recording, record_episode, save_recording
+from torchpod.replay import ReplayConfig
+from torchpod.replay.learning import ReplayLearner
 from torchpod.run_folder import read_config
-from torchpod.summary import eval_return, unfinished
+from torchpod.scripted import scripted
+from torchpod.summary import each, eval_returns, unfinished
 from torchpod.video import check_video, record
 from torchpod.watched import watched
 
 
 def eval_run(
-    run_dir: Path, *, episodes: int, seed: int | None = None, video: Path | None = None, member: int | None = None
+    run_dir: Path,
+    *,
+    episodes: int,
+    seed: int | None = None,
+    video: Path | None = None,
+    episode: Path | None = None,
+    member: int | None = None,
+    sample: bool = False,
+    instead: Sequence[str] = (),
 ) -> str:
-    """A line of JSON; one line per member of a population.
+    """A line of JSON; one line per member of a population. It acts with what training acts with after the checkpoint.
 
     `{mean, iqm, ci95, episodes, unfinished_episodes, unfinished_steps, checkpoint}`: `ci95` is the 95 % bootstrap
-    interval of the IQM; episodes that did not end were cut at `unfinished_steps`. With `video` a last line says what
-    was written.
+    interval of the IQM; episodes that did not end were cut at `unfinished_steps`. In an environment with groups the
+    return is the sum of those of their mean agents, and `groups` has the first four for each. With `episode` and
+    `video` last lines say what was written.
 
     Args:
       run_dir: the run folder.
       episodes: how many to play.
       seed: of the episodes; by default those of the final evaluation.
-      video: a file for the first episode, .gif or .mp4.
+      video: a file for a drawing of the first episode, .gif or .mp4.
+      episode: a file for all that was in the first episode, .npz: see recording.py.
       member: whose episode, in a population; by default that of the best.
+      sample: draw actions as in training, instead of the greedy ones.
+      instead: who plays how instead of what was trained: `random`, an action, or `GROUP=` one of these (scripted.py).
 
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.
       HostError: if an environment on the host failed or does not come back.
-      ValueError: if the video cannot be made.
+      ValueError: if the video or the episode cannot be made, or nobody can play so.
       ImportError: if the extra for videos is not installed.
     """
     if episodes < 1:
         raise ValueError(f"--episodes {episodes} must be at least 1.")
     config = read_config(run_dir)
-    if member is not None and (video is None or not 0 <= member < config.population):
-        range_ = f"must be from 0 to {config.population - 1}"
-        raise ValueError(
-            f"--member {member} {'chooses whose video is made; add --video' if video is None else range_}."
-        )
+    if member is not None and video is None and episode is None:
+        raise ValueError(f"--member {member} chooses whose episode is written; add --video or --episode.")
+    if member is not None and not 0 <= member < config.population:
+        raise ValueError(f"--member {member} must be from 0 to {config.population - 1}.")
+    if episode is not None:
+        check_recording(episode)
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env)
@@ -58,19 +79,56 @@ def eval_run(
     here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
     if here != {name: tuple(x.shape) for name, x in weights.items()}:
         raise CheckpointError(f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}.")
+    weights = acting_weights(config, agent, weights, int(folder.name))
+    if instead:
+        agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
     key = random.fold_in(random.key(config.seed if seed is None else seed), EVAL_STREAM)
     torch.set_num_threads(1)
     compiler = Compiler(False, config.population)
     env = watched(env, "the evaluation", config.loop.timeout_s)
-    score = evaluate(agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs)
-    lines = []
-    for returns, lengths, finished in zip(*(x.reshape(-1, episodes) for x in score), strict=True):
-        cut = unfinished(Evaluation(returns, lengths, finished))
-        lines.append(json.dumps(eval_return(returns) | cut | {"checkpoint": folder.name}))
-    if video is not None:
+    score = evaluate(
+        agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs, explore=sample
+    )
+    told = [eval_returns(own) | unfinished(own) | {"checkpoint": folder.name} for own in each(score)]
+    lines = [json.dumps(line) for line in told]
+    if video is not None or episode is not None:
         if config.population > 1:
             member = int(score.returns.mean(-1).argmax()) if member is None else member
             weights = {name: x[member] for name, x in weights.items()}
-        made = record(video, agent, env, weights, key, num_episodes=episodes)
-        lines.append(made + (f", member {member}" if config.population > 1 else ""))
+        recording = record_episode(agent, env, weights, key, num_episodes=episodes, explore=sample)
+        made = [] if episode is None else [save_recording(episode, env, recording)]
+        made += [] if video is None else [record(video, env, recording)]
+        lines += [line + (f", member {member}" if config.population > 1 else "") for line in made]
     return "\n".join(lines)
+
+
+def acting_weights(config: TrainConfig, agent: Agent, weights: Variables, iteration: int) -> Variables:
+    """What a run acts with in an iteration: its weights, with hyperparameters as annealing and schedules have them.
+
+    Args:
+      config: of the run.
+      agent: that of the run.
+      weights: of the checkpoint before that iteration; with a leading P axis in a population.
+      iteration: the number of the checkpoint.
+    """
+    parts, length = config.loop.updates_per_batch, config.algo.unroll_length
+    learner = Learner(
+        agent,
+        config.algo.learner,
+        num_iterations=config.num_iterations * parts,
+        steps_per_iteration=config.num_envs * length // parts,
+    )
+    if agent.replayed:
+        replay = replace(config.algo.replay or ReplayConfig(), folder=None)  # nothing is stored
+        sizes = {"num_envs": config.num_envs, "unroll_length": length}
+        ReplayLearner(agent, learner, replay, compiler=Compiler(enabled=False), **sizes)  # tells it when it begins
+    updates = max(0, iteration - learner.iterations_before) * parts
+    lead = () if config.population == 1 else (config.population,)
+    number, num_steps = (
+        torch.full(lead, n)
+        for n in (iteration, updates * config.algo.learner.num_epochs * config.algo.learner.num_minibatches)
+    )
+    params, buffers = ({name: weights[name] for name in table} for table in variables_of(agent))
+    healthy = torch.ones(lead, dtype=torch.bool)
+    state = LearnerState(params, buffers, {}, {}, {}, {}, num_steps, healthy)
+    return learner.acting(state, number)

@@ -1,4 +1,4 @@
-"""Evaluation: the greedy policy, fresh keys, the first complete episode of each environment.
+"""Evaluation: the greedy policy, or one that samples, fresh keys, the first complete episode of each environment.
 
 Returns are sums of raw rewards up to the true game over, whatever clipping or episodic life the agent trained with.
 """
@@ -29,6 +29,8 @@ class Evaluation(NamedTuple):
     """`[E]` int64, transitions; resets between the lives of a game are none."""
     finished: Tensor
     """`[E]` bool; False where `max_steps` came before the end of the episode."""
+    groups: dict[str, Tensor]
+    """By group `[E]`, what its mean agent received; their sum are the returns. Empty where there are no groups."""
 
 
 def evaluate(
@@ -41,6 +43,7 @@ def evaluate(
     compiler: Compiler | None = None,
     max_steps: int | None = None,
     num_envs: int | None = None,
+    explore: bool = False,
 ) -> Evaluation:
     """Plays one episode in each of `num_episodes` environments.
 
@@ -53,16 +56,17 @@ def evaluate(
       compiler: how to compile; eager if None.
       max_steps: stop unfinished episodes here; by default at the time limit of the environment, else `MAX_STEPS`.
       num_envs: how many environments on the host there may be at once: more episodes are played in rounds.
+      explore: draw actions as in training, instead of the greedy ones.
     """
     compiler = compiler or Compiler(enabled=False)
     max_steps = max_steps or env.spec.max_episode_steps or MAX_STEPS
     each = num_episodes if env.traits.pure else num_envs or num_episodes
     shares = [random.split(k, num_episodes).split(each) for k in random.split(key, 2)]
     rounds = [
-        _play(agent, env, variables, env_keys, actor_keys, compiler, max_steps)
+        _play(agent, env, variables, env_keys, actor_keys, compiler, max_steps, explore)
         for env_keys, actor_keys in zip(*shares, strict=True)
     ]
-    return Evaluation(*(torch.cat(parts, -1) for parts in zip(*rounds, strict=True)))
+    return pytree.tree_map(lambda *parts: torch.cat(parts, -1), *rounds)
 
 
 def _play(
@@ -73,20 +77,22 @@ def _play(
     actor_keys: Tensor,
     compiler: Compiler,
     max_steps: int,
+    explore: bool,
 ) -> Evaluation:
     """One episode per key, all at once."""
-    step, num_episodes, device = make_step(agent, env, explore=False), len(env_keys), env_keys.device
+    step, num_episodes, device = make_step(agent, env, explore=explore), len(env_keys), env_keys.device
 
     def advance(
         variables: Variables, carry: Carry, env_keys: Tensor, actor_keys: Tensor, score: Evaluation
     ) -> tuple[Carry, Evaluation]:
         carry, _ = step(variables, carry, env_keys, actor_keys)
-        raw = pytree.tree_leaves(carry.timestep.extras["raw_reward"])
-        reward = sum(leaf.reshape(num_episodes, -1).mean(-1) for leaf in raw)
+        raw = pytree.tree_map(lambda x: x.reshape(num_episodes, -1).mean(-1), carry.timestep.extras["raw_reward"])
+        reward = sum(pytree.tree_leaves(raw))
         returns = torch.where(score.finished, score.returns, score.returns + reward)
         moved = (carry.timestep.step_type != FIRST) & ~score.finished  # the reset between two lives is no step
         lengths = score.lengths + moved
-        return carry, Evaluation(returns, lengths, score.finished | carry.timestep.extras["game_over"])
+        groups = {name: torch.where(score.finished, x, x + raw[name]) for name, x in score.groups.items()}
+        return carry, Evaluation(returns, lengths, score.finished | carry.timestep.extras["game_over"], groups)
 
     with torch.no_grad():
         carry = start(agent, env, env_keys)
@@ -94,6 +100,7 @@ def _play(
             torch.zeros(num_episodes, device=device),
             torch.zeros(num_episodes, dtype=torch.int64, device=device),
             torch.zeros(num_episodes, dtype=torch.bool, device=device),
+            {name: torch.zeros(num_episodes, device=device) for name in env.spec.groups or {}},
         )
         state = (carry, env_keys, actor_keys, score)
         if compiler.population > 1:

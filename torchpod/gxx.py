@@ -1,13 +1,19 @@
-"""g++: libraries of this package, and quicker calls of it by inductor, which are most of the time to compile."""
+"""g++: libraries of this package, and quicker calls of it by inductor, which are most of the time to compile.
+
+together.py has what compiles inductor's programs.
+"""
 
 import ctypes
 import functools
+import hashlib
 import os
+import platform
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor import config as inductor_config
@@ -22,60 +28,110 @@ HEADERS = (
 """What inductor's programs for a CPU include."""
 
 
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def library(name: str, *flags: str) -> ctypes.CDLL:
-    """Compiles a C++ file of this package, once per compile cache, and loads it.
+    """Compiles a C++ file of this package, once per machine, and loads it.
+
+    It is kept in `~/.cache/torchpod` (`XDG_CACHE_HOME`), or among inductor's programs if nothing can be written there.
 
     Args:
       name: of the file.
       flags: for g++, besides those of inductor's programs.
     """
-    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     quicken()
-    return CppCodeCache.load((Path(__file__).parent / name).read_text(), extra_flags=flags)
+    source, folder = Path(__file__).parent / name, _library_folder()
+
+    def builder(output: str) -> CppBuilder:
+        build = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", extra_flags=flags)
+        return CppBuilder(name=source.stem, sources=str(source), output_dir=output, BuildOption=build)
+
+    made_of = source.read_text(), builder("").get_command_line(), versions(), processor()
+    path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # so that nobody sees half of it
+            build = builder(scratch)
+            build.build()
+            os.replace(build.get_target_file_path(), path)
+    return ctypes.CDLL(str(path))
+
+
+def _library_folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchpod"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(cache_dir())
+
+
+def versions() -> tuple[str, ...]:
+    """What compiles a header or a library, and against what."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    compiler = get_compiler_version_info(get_cpp_compiler())
+    return torch.__version__, str(torch.version.git_version), sys.version, compiler
+
+
+def processor() -> str:
+    """What `-march=native` depends on: homes, and the libraries in them, may be shared by machines."""
+    cpuinfo = Path("/proc/cpuinfo")
+    told = re.findall(r"^(?:model name|flags|Features)\s*:.*$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    return " ".join([platform.machine(), platform.processor(), *sorted(set(told))])
 
 
 @functools.cache
 def quicken() -> None:
-    """Changes how inductor calls g++, for this process. Times are of one core and of PPO on CartPole, 7 programs.
+    """Makes inductor quicker, in this process. Times are of one core and of PPO on CartPole, 7 programs.
 
-    - Programs share one precompiled header, with all that they include: inductor precompiles the first of `HEADERS`
-      alone, and each program then takes half a second more.
-    - That header is known by the versions of torch and compiler. Inductor preprocesses it in every process, 0.2 s,
-      to see whether it has changed.
     - Whether the compiler knows what the processor can do is asked once, in a tenth of a second, instead of by
       building and loading three libraries, 6 s, and from a full cache 0.7 s.
+    - The table of result types, of which there is one, was filled anew for each of 14,000 operations, 1 s.
     """
-    from torch._inductor import codecache
+    from torch._inductor import dtype_propagation, utils
 
     if inductor_config.cpp.vec_isa_ok is None and _compiler_knows_processor():
         inductor_config.cpp.vec_isa_ok = True
-    original = codecache._precompile_header
+    table = dtype_propagation.DtypePropagationOpsHandler
+    fill = table.__init__
 
     @functools.cache
-    def precompiled(header: str, command_line: str, **options: Any) -> str:
-        if header != HEADERS[0]:
-            return original(header, command_line, **options)
-        return _precompiled(command_line, **options)
+    def filled(handler: Any, num_rules: int) -> None:
+        fill(handler)
 
-    codecache._precompile_header = precompiled
+    def init(handler: Any) -> None:
+        filled(handler, len(utils.op_dtype_propagation_rules))
+
+    cast(Any, table).__init__ = init
 
 
-def _precompiled(command_line: str, **options: Any) -> str:
-    """Where the header lies whose precompiled form serves a program that is compiled by `command_line`."""
+def precompiled(command_line: str, **options: Any) -> str:
+    """Where the header lies whose precompiled form serves a program that is compiled by `command_line`.
+
+    It has all that programs include: inductor precompiles the first of `HEADERS` alone, and each program takes half a
+    second more. It is known by the versions of torch and compiler: inductor preprocesses it in every process, 0.2 s, to
+    see whether it has changed.
+    """
     from torch._inductor import codecache
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions, get_compiler_version_info
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 
-    options.pop("extra_flags", None)  # for the linker
     build = CppTorchDeviceOptions(**options, precompiling=True)
     header = Path(torch.__file__).parent / "include" / HEADERS[0]
-    compiler = get_compiler_version_info(build.get_compiler())
-    versions = torch.__version__, torch.version.git_version, header.stat().st_mtime, sys.version, compiler
+    made_of = command_line, versions(), header.stat().st_mtime
     folder = Path(codecache._HEADER_DIR)
     key, path = codecache.write(
         "".join(f"#include <{header}>\n" for header in HEADERS),
         "h",
-        extra=repr((command_line, versions)),
+        extra=repr(made_of),
         specified_dir=str(folder),
     )
     (folder / "locks").mkdir(exist_ok=True)

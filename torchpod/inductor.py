@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torchpod import cpu_mlp
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
-from torchpod.gxx import quicken
+from torchpod.together import in_background, install, loaded
 from torchpod.trees import paths, reader, writer
 
 
@@ -48,6 +48,33 @@ class _Recording(threading.local):
 
 RECORDING = _Recording()
 """Where calls of this thread are noted, if anybody wants to know (recorded.py)."""
+
+
+class _Ahead(threading.local):
+    active = False
+
+
+_AHEAD = _Ahead()
+
+
+@contextlib.contextmanager
+def ahead() -> Iterator[None]:
+    """In here compiled functions are compiled, but not called: they return zeros of the right shapes.
+
+    Whoever runs an iteration here first, and then once more, has its programs compiled together (together.py), on
+    several cores while the next ones are traced.
+    """
+    with in_background():
+        _AHEAD.active = True
+        try:
+            yield
+        finally:
+            _AHEAD.active = False
+
+
+def is_ahead() -> bool:
+    """Whether this thread is in there."""
+    return _AHEAD.active
 
 
 class RecompilationError(RuntimeError):
@@ -95,6 +122,8 @@ class Compiled:
         for program in self._programs:
             inputs = program.read(args)
             if inputs is not None:
+                if _AHEAD.active and not program.used:
+                    return program.write(program.zeros)
                 return program.write(program.run(inputs) if RECORDING.calls is None else program.recorded(inputs))
         if self.fell_back and self._fallback is not None:
             with torch.no_grad():
@@ -108,6 +137,8 @@ class Compiled:
             return self(*pytree.tree_map_only(Tensor, torch.detach, args))
         if len({id(x) for x in leaves}) < len(leaves):
             return self(*unalias(args))
+        if len(self._programs) >= self._limit and not _AHEAD.active:
+            self._programs = [program for program in self._programs if program.used]  # or made for zeros, in vain
         if len(self._programs) >= self._limit:
             raise unexpected(self._name, self._programs, args)
         try:
@@ -126,7 +157,7 @@ class Compiled:
         """Many calls in one, and the tensors of the first call's arguments; None where that cannot be."""
         for program in self._programs:
             inputs = program.read(args)
-            if inputs is not None:
+            if inputs is not None and (program.used or not _AHEAD.active):
                 loop = program.loop(args)
                 return None if loop is None else (loop, inputs)
         return None
@@ -180,11 +211,28 @@ class _Program(Signature):
         graph, fakes, result, mode = trace(fn, args)
         simplify(graph)
         self.write = writer(result)
-        compiled = _lower(graph, fakes, mode)
-        self.run: Callable[[list[Tensor]], Any] = _bare(compiled)
+        self._compiled = _lower(graph, fakes, mode)
+        self.run: Callable[[list[Tensor]], Any] = self._first_run
         self.entry: Entry | None = None
+        self.used = False
+        if _AHEAD.active:
+            self.zeros = [
+                torch.empty_strided(x.shape, [int(s) for s in strides], dtype=x.dtype, device=x.device).zero_()
+                for x, strides in zip(reader(result)(result), self._compiled.output_strides, strict=True)
+            ]
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Waits for g++."""
+        compiled = loaded(self._compiled)
+        self.run, self.used, self.zeros = _bare(compiled), True, []
         with contextlib.suppress(LookupError):
             self.entry = Entry(compiled)
+
+    def _first_run(self, inputs: list[Tensor]) -> Any:
+        self._finish()
+        return self.run(inputs)
 
     def recorded(self, inputs: list[Tensor]) -> Any:
         """As `run`, and noted."""
@@ -198,6 +246,8 @@ class _Program(Signature):
         """See `Compiled.loop`."""
         if not hasattr(self, "_loop"):
             loop = None
+            if not self.used:
+                self._finish()
             with contextlib.suppress(LookupError):
                 if self.entry is not None:
                     loop = Unroll(self.entry, args, self.write(self.run(list(self._leaves(args)))))
@@ -260,7 +310,7 @@ def simplify(graph: torch.fx.GraphModule) -> None:
 
 def lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Callable[[list[Tensor]], Any]:
     """Inductor's program for a graph."""
-    return _bare(_lower(graph, fakes, mode))
+    return _bare(loaded(_lower(graph, fakes, mode)))
 
 
 def _bare(compiled: Any) -> Callable[[list[Tensor]], Any]:
@@ -283,7 +333,7 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     # Kernels called from Python hold it, so that Sebulba's actors would stand still while the learner computes.
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
     if cpp_wrapper:
-        quicken()
+        install()
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 

@@ -3,7 +3,7 @@
 `update(state, trajectory, keys)` is pure: it returns a new state. It is built of four functions that are compiled
 apart (`_prepare`, `_deal`, `_gradient`, `_apply`), with plain Python between them, so that a large batch costs no
 compile time and a captured graph holds them all. Between them go the two sums over ranks: the moments of an epoch's
-minibatches, and one flat gradient per optimizer step.
+minibatches, and one flat gradient per optimizer step. One rank alone deals and standardises in one program.
 """
 
 import math
@@ -20,9 +20,11 @@ from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks, SplitError
 from torchpod.groups import Groups, padded
+from torchpod.measures import measure, metrics_of, of_all, prefixes
 from torchpod.nets import RunningMoments
 from torchpod.ops.moments import Moments, merge, sums_about
-from torchpod.trees import paths, reader, writer
+from torchpod.ops.schedules import piecewise_linear
+from torchpod.trees import member, paths, reader, writer
 from torchpod.types import Batch, Trajectory
 
 
@@ -38,6 +40,10 @@ class LearnerConfig:
     """Linearly to 0 over the iterations of the run."""
     anneal: tuple[str, ...] = ()
     """Hyperparameters of the agent that fall linearly to 0 as well, e.g. entropy_coefficient."""
+    schedules: dict[str, tuple[tuple[float, ...], ...]] | None = None
+    """`{entropy_coefficient: [[0, 0.5], [5e7, 0.05]]}`: a hyperparameter of the agent, `learning_rate` or
+    `learning_rate.GROUP` by points (environment steps, value): straight lines between them, constant before and after.
+    Steps count as those of total_env_steps do. It takes the place of the setting, and of its annealing."""
     max_grad_norm: float = 0.5
     """Global-norm clip, per optimizer group."""
     beta1: float = 0.9
@@ -67,8 +73,8 @@ class LearnerState(NamedTuple):
     """bool scalar. A gradient that is not finite latches it to False and turns later updates into no-ops."""
 
 
-_BUFFER, _SHARE = "buffer/", "buffer share"
-"""Among the metrics: before the names of buffers, and how much the rows count that they come from."""
+_BUFFER, _SHARE = "buffer/", "buffer share/"
+"""Among the metrics, before the names of buffers: their values, and how much the rows count that these come from."""
 
 SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
 """(state, chunks of a minibatch, keys) -> gradients of all parameters and metrics, one flat vector; names of the
@@ -85,6 +91,13 @@ def weight_of(name: str) -> str:
     return "/".join([*name.split("/")[:-1], "weight"])
 
 
+def weight_of_buffer(name: str, steps: dict[str, Tensor]) -> str:
+    """The weights that belong to a buffer: of `policies.NAME.x` those of that policy."""
+    first, _, rest = name.partition(".")
+    own = weight_of(f"{rest.partition('.')[0]}/")
+    return own if first == "policies" and own in steps else "weight"
+
+
 class Learner:
     """Updates an agent from trajectories.
 
@@ -92,6 +105,7 @@ class Learner:
       agent: what to train; only its methods are used, its parameters live in `LearnerState`.
       config: see `LearnerConfig`.
       num_iterations: iterations of the whole run, for annealing.
+      steps_per_iteration: steps of all environments on all ranks in an iteration, which schedules count.
       compiler: how to compile (and vmap) the parts.
       ranks: over whom to sum.
     """
@@ -102,11 +116,14 @@ class Learner:
         config: LearnerConfig,
         *,
         num_iterations: int,
+        steps_per_iteration: int = 1,
         compiler: Compiler | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.agent, self.config, self.ranks = agent, config, ranks
-        self.num_iterations = num_iterations
+        self.num_iterations, self.steps_per_iteration = num_iterations, steps_per_iteration
+        self.iterations_before = 0  # that only fill replay
+        self._schedules = config.schedules or {}
         self.groups = Groups(agent)
         self._annealed = tuple(dict.fromkeys((*config.anneal, *agent.annealed)))
         compiler = compiler or Compiler(enabled=False)
@@ -114,6 +131,7 @@ class Learner:
         self._prepare = compiler(self._prepare_one, fall_back=agent.may_fall_back)
         self._deal = compiler(self._deal_one)
         self._standardise = compiler(self._standardise_one)
+        self._deal_alone = compiler(lambda batch, keys: self._standardise_one(*self._deal_one(batch, keys)))
         self._gradient = compiler(self._gradient_one, fall_back=agent.may_fall_back)
         self._apply = compiler(self._apply_one)
         self._sum_chunks = compiler.recorded(self._sum_chunks_of)
@@ -122,11 +140,11 @@ class Learner:
         self._has_statistics = any(isinstance(module, RunningMoments) for module in agent.modules())
         self._observe = compiler(self._observe_one)
         self._absorb = compiler(self._absorb_one)
-        self._gradient_eager = self._gradient_one if self._axis == 0 else torch.vmap(self._gradient_one)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
         self._flat_like: tuple[torch.Size, torch.dtype] | None = None
         self._tree: Any = None
         self._metric_names: tuple[str, ...] = ()
+        self._told: tuple[str, ...] = ()
 
     def init(self, params: Variables, buffers: Variables) -> LearnerState:
         """The state before the first update, of one member."""
@@ -140,6 +158,13 @@ class Learner:
         for name in self._annealed:
             if name not in buffers:
                 raise ValueError(f"anneal={list(self.config.anneal)}: {name} is none of {sorted(buffers)}.")
+        known = [name for name, x in buffers.items() if x.ndim == 0 and x.dtype == torch.float32]
+        known += ["learning_rate", *(f"learning_rate.{group}" for group in groups)]
+        for name in self._schedules:
+            if name not in known:
+                raise ValueError(f"schedules.{name} is none of {sorted(known)}.")
+            if name in self.config.anneal:
+                raise ValueError(f"schedules and anneal both have {name}; leave it out of one of them.")
         moments = {group: params[names[0]].new_zeros(sum(self.groups.sizes(group))) for group, names in groups.items()}
         return LearnerState(
             params=params,
@@ -169,24 +194,24 @@ class Learner:
             (reuse_forward.py).
 
         Returns:
-          The next state, and metrics: scalars, means over the minibatches and ranks.
+          The next state, and metrics: scalars, means over the minibatches and ranks, and those of measures.py.
         """
         buffers = self.annealed(state)
         loss_keys = random.advance_each(keys[..., 0, :], self.counters_per_update).unbind(-2)
-        batch = self._prepare(state.params, buffers, trajectory, keys)
+        batch, measured = self._prepare(state.params, buffers, trajectory, keys)
+        told = measured if isinstance(measured, dict) else metrics_of(self._told, *of_all(self.ranks, *measured))
         totals = []
         for epoch in range(self.config.num_epochs):
             counter = 1 + epoch * (self.config.num_minibatches + 1)
-            minibatches, moments = self._deal(batch, random.advance(keys, counter))
+            minibatches = self._dealt(batch, random.advance(keys, counter))
             keys_of_steps = loss_keys[counter + 1 : counter + 1 + self.config.num_minibatches]
-            stepped, metrics, _ = self._epoch(
-                state._replace(buffers=buffers), minibatches, moments, keys_of_steps, sum_gradient
-            )
+            learning = state._replace(buffers=buffers)
+            stepped, metrics, _ = self._epoch(learning, minibatches, keys_of_steps, sum_gradient)
             state = stepped._replace(buffers=state.buffers | stepped.buffers)
             buffers = buffers | stepped.buffers
             totals += metrics
         state = self.observe(state, trajectory)
-        return state, self._named(torch.stack(totals, -1).mean(-1))
+        return state, self._named(torch.stack(totals, -1).mean(-1)) | told
 
     def learn(
         self, state: LearnerState, minibatches: Batch, moments: Tensor, keys: Tensor
@@ -204,7 +229,8 @@ class Learner:
         """
         keys_of_steps = random.advance_each(keys, self.config.num_minibatches).unbind(-2)
         learning = state._replace(buffers=self.annealed(state))
-        stepped, metrics, priorities = self._epoch(learning, minibatches, moments, keys_of_steps)
+        minibatches = self._standardise(minibatches, self.ranks.sum(moments))
+        stepped, metrics, priorities = self._epoch(learning, minibatches, keys_of_steps)
         new = stepped._replace(buffers=state.buffers | stepped.buffers)
         return new, self._named(torch.stack(metrics, -1).mean(-1)), priorities
 
@@ -215,16 +241,22 @@ class Learner:
         sums = self._observe(state.params, self.annealed(state), trajectory)
         return self._absorb(state, {name: self.ranks.sum(x) for name, x in sums.items()})
 
+    def _dealt(self, batch: Batch, keys: Tensor) -> Batch:
+        """Minibatches `[M, ...]` of an epoch, standardised."""
+        if self.ranks.world_size == 1:
+            return self._deal_alone(batch, keys)
+        minibatches, moments = self._deal(batch, keys)
+        return self._standardise(minibatches, self.ranks.sum(moments))
+
     def _epoch(
         self,
         state: LearnerState,
         minibatches: Batch,
-        moments: Tensor,
         keys: Sequence[Tensor],
         sum_gradient: SumGradient | None = None,
     ) -> tuple[LearnerState, list[Tensor], list[Tensor]]:
-        """A step along the gradient of each minibatch `[M, ...]`; see `_steps_of`."""
-        chunks = self._cut(self._standardise(minibatches, self.ranks.sum(moments)))
+        """A step along the gradient of each minibatch `[M, ...]`, standardised; see `_steps_of`."""
+        chunks = self._cut(minibatches)
         if sum_gradient is None:
             return self._steps(state, chunks, keys, *self._before_chunks(state, chunks, keys[0]))
         return self._steps_of(state, chunks, keys, sum_gradient=sum_gradient)
@@ -285,20 +317,21 @@ class Learner:
         if num_chunks == 1:
             return counters, ()
         if self._flat_like is None:
-            first = state.params, state.buffers, state.targets, chunks[0], keys, counters[0]
-            flat, _ = self._gradient_eager(*first, ())
-            self._flat_like = flat.shape, flat.dtype
+            first: Any = state.params, state.buffers, state.targets, chunks[0], keys, counters[0], ()
+            flat, _ = self._gradient_one(*(member(first, 0) if lead else first))
+            self._flat_like = torch.Size([*lead, *flat.shape]), flat.dtype
         shape, dtype = self._flat_like
         return counters, (torch.zeros(shape, dtype=dtype, device=device),)
 
     def _changed(self, metrics: Tensor, buffers: Variables) -> Variables:
         """The buffers that the loss gave new values; as they were if no row counted or a gradient was not finite."""
-        if _SHARE not in self._metric_names:
+        if not any(name.startswith(_SHARE) for name in self._metric_names):
             return {}
         columns = dict(zip((*self._metric_names, "healthy"), metrics.unbind(-1), strict=False))
-        share, found = columns[_SHARE], {}
+        found: Variables = {}
         for name in buffers:
-            if _BUFFER + name in columns:
+            if _SHARE + name in columns:
+                share = columns[_SHARE + name]
                 is_new = (share > 0) & (columns["healthy"] > 0)
                 found[name] = torch.where(is_new, columns[_BUFFER + name] / share, buffers[name])
         return found
@@ -307,7 +340,7 @@ class Learner:
         """The metrics of `_apply_one` by name."""
         norms = ["grad_norm"] if len(self.groups.names) == 1 else [f"grad_norm/{group}" for group in self.groups.names]
         named = dict(zip((*self._metric_names, "healthy", *norms), metrics.unbind(-1), strict=True))
-        return {name: x for name, x in named.items() if name != _SHARE}
+        return {name: x for name, x in named.items() if not name.startswith(_SHARE)}
 
     def apply_sum(
         self, state: LearnerState, total: Tensor, metric_names: tuple[str, ...]
@@ -339,9 +372,9 @@ class Learner:
         if set(losses) != set(self.groups.names):
             raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self.groups.names)}.")
         changed: dict[str, Tensor] = {}
-        if out.buffers:
-            share = batch.steps["weight"].sum()  # of this chunk
-            changed = {_SHARE: share} | {_BUFFER + name: x * share for name, x in out.buffers.items()}
+        for name, x in out.buffers.items():
+            share = batch.steps[weight_of_buffer(name, batch.steps)].sum()  # of this chunk
+            changed |= {_SHARE + name: share, _BUFFER + name: torch.where(share > 0, x * share, 0.0)}
         priorities = () if out.priority is None else (out.priority.detach(),)
         return losses, {name: x.detach() for name, x in {**out.metrics, **losses, **changed}.items()}, priorities
 
@@ -351,16 +384,27 @@ class Learner:
         done = torch.div(num_steps, per_iteration, rounding_mode="floor") / self.num_iterations
         return (1.0 - done).clamp(min=0.0)
 
-    def acting(self, state: LearnerState) -> Variables:
-        """What an agent acts with: parameters, and buffers as they are by now."""
-        return state.params | self.annealed(state)
+    def env_steps(self, num_steps: Tensor, iteration: Tensor | None = None) -> Tensor:
+        """Steps of all environments before this iteration, int64; `iteration` is needed where it may only collect."""
+        per_iteration = self.config.num_epochs * self.config.num_minibatches
+        collected = self.iterations_before if iteration is None else iteration.clamp(max=self.iterations_before)
+        return (torch.div(num_steps, per_iteration, rounding_mode="floor") + collected) * self.steps_per_iteration
 
-    def annealed(self, state: LearnerState) -> Variables:
-        """The buffers that this iteration acts and learns with."""
-        if not self._annealed:
-            return state.buffers
-        remaining = self.remaining(state.num_steps)
-        return state.buffers | {name: state.buffers[name] * remaining for name in self._annealed}
+    def acting(self, state: LearnerState, iteration: Tensor) -> Variables:
+        """What an agent acts with in an iteration of the run: parameters, and buffers as they are by then."""
+        return state.params | self.annealed(state, iteration)
+
+    def annealed(self, state: LearnerState, iteration: Tensor | None = None) -> Variables:
+        """The buffers that this iteration acts and learns with; None: one that learns."""
+        changed: Variables = {}
+        if self._annealed:
+            remaining = self.remaining(state.num_steps)
+            changed |= {name: state.buffers[name] * remaining for name in self._annealed}
+        schedules = {name: points for name, points in self._schedules.items() if name in state.buffers}
+        if schedules:
+            env_steps = self.env_steps(state.num_steps, iteration)
+            changed |= {name: piecewise_linear(points, env_steps) for name, points in schedules.items()}
+        return state.buffers | changed if changed else state.buffers
 
     def _cut(self, minibatches: Batch) -> list[Batch]:
         """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
@@ -392,14 +436,22 @@ class Learner:
 
     # The functions below see one member of the population, and are compiled.
 
-    def _prepare_one(self, params: Variables, buffers: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
+    def _prepare_one(
+        self, params: Variables, buffers: Variables, trajectory: Trajectory, keys: Tensor
+    ) -> tuple[Batch, dict[str, Tensor] | tuple[Tensor, Tensor]]:
+        """The batch, and metrics, or with several ranks what they follow from."""
         batch = bind(self.agent, params | buffers).prepare(trajectory, keys)
+        self._told, measured = prefixes(batch), {}
+        if self._told:
+            sums = measure(batch)
+            measured = metrics_of(self._told, *sums) if self.ranks.world_size == 1 else sums
+        batch = batch._replace(report={})
         if self.agent.recurrent or self.config.num_minibatches == 1:
-            return batch
+            return batch, measured
         # In memory [B, T]: rows are picked from one environment after the other, and then lie in cache (5 ms instead
         # of 7 to deal [128, 1024] on one core, most of it for sorting).
         by_env = pytree.tree_map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), batch.steps)
-        return batch._replace(steps=by_env)
+        return batch._replace(steps=by_env), measured
 
     def _deal_one(self, batch: Batch, keys: Tensor) -> tuple[Batch, Tensor]:
         """Shuffles rows into minibatches `[M, ...]`, and takes their moments `[M, W + 2 * S]`.
@@ -511,6 +563,8 @@ class Learner:
             norm = (gradient.square().sum() + 1e-30).sqrt()
             scale = (c.max_grad_norm / norm).clamp(max=1.0)
             rate = state.learning_rate[group] * remaining
+            if points := self._schedules.get(f"learning_rate.{group}", self._schedules.get("learning_rate")):
+                rate = piecewise_linear(points, self.env_steps(state.num_steps))
             norms.append(norm)
             # As one tensor, so that they are computed before the loops below and not in each round of these.
             scale, per_mu, per_nu = torch.stack([scale, rate / correct1, 1.0 / correct2]).unbind()

@@ -10,10 +10,11 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import variables_of
-from torchpod.algos.torchrl import CONTINUOUS, LOSSES, TorchRLConfig, torchrl_agent
+from torchpod.algos.torchrl import CONTINUOUS, LOSSES, MULTI_AGENT, TorchRLConfig, torchrl_agent
 from torchpod.env import Env
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld
 from torchpod.inductor import trace, where
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
@@ -28,10 +29,17 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
+def env_for(name: str) -> Env:
+    """A small task for a loss: CartPole; Pendulum for continuous actions, a game of tag for groups of agents."""
+    if name in MULTI_AGENT:
+        return TagGridWorld(num_taggers=2, grid_length=4)
+    return Pendulum() if name in CONTINUOUS else CartPole()
+
+
 def verdicts() -> Iterator[Verdict]:
-    """One per loss, with small networks on CartPole, or on Pendulum if the loss wants continuous actions."""
+    """One per loss, with small networks."""
     for name in sorted(LOSSES):
-        env: Env = Pendulum() if name in CONTINUOUS else CartPole()
+        env = env_for(name)
         try:
             agent = torchrl_agent(env.spec, TorchRLConfig(name, hidden=(16,)))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The command line: `torchpod train | eval | export | plot | warmup | check | list | doctor | bench`, over modules."""
+"""The command line over the modules: `torchpod train | eval | export | plot | warmup | check | autoscale | ...`."""
 
 import argparse
 import os
@@ -24,11 +24,14 @@ from torchpod.stop import Interrupted
 from torchpod.watched import HostError
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
-torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode
+torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode,
+                                  --episode FILE.npz records it, --sample draws actions instead of the greedy ones,
+                                  --instead random, or GROUP=ACTION, plays that instead of what was trained
 torchpod export RUN [--out FILE]  write the greedy policy as a program of torch.export, which needs no torchpod
 torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod warmup [KEY=VALUE ...]   compile all that a run with these settings needs, for the runs that follow
 torchpod check ENV REFERENCE      compare an environment with one in plain Python: each a file.py:Class or module:Class
+torchpod autoscale [KEY=VALUE ...]  the num_envs and minibatches that fit memory, and the fastest of them
 torchpod list envs|algos|experiments|losses
 torchpod doctor                   what works on this machine, and why not
 torchpod bench SUITE [--json FILE]"""
@@ -119,10 +122,26 @@ def _eval(rest: list[str]) -> int:
         "--seed", type=int, default=None, help="of the episodes; default: those of the final evaluation"
     )
     parser.add_argument("--video", type=Path, default=None, help="write the first episode to this .gif or .mp4")
-    parser.add_argument("--member", type=int, default=None, help="of a population, in the video; default: the best")
+    parser.add_argument("--episode", type=Path, default=None, help="write all that was in it to this .npz")
+    parser.add_argument("--member", type=int, default=None, help="of a population, in both files; default: the best")
+    parser.add_argument("--sample", action="store_true", help="draw actions as in training; default: the greedy ones")
+    parser.add_argument(
+        "--instead",
+        action="append",
+        default=[],
+        metavar="[GROUP=]random|ACTION",
+        help="who plays how instead of what was trained, e.g. runner=random, 0 or =-0.5,1; once per group",
+    )
     options = parser.parse_args(rest)
     line = eval_run(
-        options.run, episodes=options.episodes, seed=options.seed, video=options.video, member=options.member
+        options.run,
+        episodes=options.episodes,
+        seed=options.seed,
+        video=options.video,
+        episode=options.episode,
+        member=options.member,
+        sample=options.sample,
+        instead=options.instead,
     )
     print(line)
     return 0
@@ -200,6 +219,12 @@ def _check(rest: list[str]) -> int:
     return 0
 
 
+def _autoscale(rest: list[str]) -> int:
+    from torchpod import autoscale
+
+    return autoscale.main(rest)
+
+
 def _list(rest: list[str]) -> int:
     groups = {"envs": "env", "algos": "algo", "experiments": "experiment", "losses": "loss"}
     if len(rest) != 1 or rest[0] not in groups:
@@ -230,6 +255,7 @@ COMMANDS: dict[str, Any] = {
     "plot": _plot,
     "warmup": _warmup,
     "check": _check,
+    "autoscale": _autoscale,
     "list": _list,
     "doctor": _doctor,
     "bench": _bench,

@@ -68,15 +68,19 @@ def _make_bare(config: dict[str, Any]) -> Env:
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = find(config["name"], envs.MAKERS, "env")
-    wrapping = {}
-    if "processes" in arguments and "processes" not in inspect.signature(maker).parameters:
-        wrapping["processes"] = arguments.pop("processes")
+    parameters = inspect.signature(maker).parameters
+    wrapping = {k: arguments.pop(k) for k in ("processes", "groups") if k in arguments and k not in parameters}
     check_arguments(maker, arguments, f"env={config['name']}")
     try:
         env = maker(**arguments)
-        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
+        host_maker = _HostMaker(str(Path(config["name"]).resolve()), arguments, maker)
+        zoo = sys.modules.get("pettingzoo")
+        if zoo is not None and isinstance(env, zoo.ParallelEnv | zoo.AECEnv):  # the latter is refused
             env.close()
-            return envs.Gymnasium(_HostMaker(str(Path(config["name"]).resolve()), arguments, maker), **wrapping)
+            return envs.PettingZoo(host_maker, **wrapping)
+        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env) and "groups" not in wrapping:
+            env.close()
+            return envs.Gymnasium(host_maker, **wrapping)
         if "brax.envs" in sys.modules and isinstance(env, sys.modules["brax.envs"].Env):
             env = envs.Brax(env)
         if "torchrl.envs" in sys.modules and isinstance(env, sys.modules["torchrl.envs"].EnvBase):
@@ -85,14 +89,15 @@ def _make_bare(config: dict[str, Any]) -> Env:
     except Exception as error:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {told}") from error
-    if wrapping:
-        raise ConfigError(f"env={config['name']} takes no argument processes; it is no gymnasium.Env.")
+    for name in wrapping:
+        kind = "gymnasium.Env" if name == "processes" else "pettingzoo.ParallelEnv"
+        raise ConfigError(f"env={config['name']} takes no argument {name}; it is no {kind}.")
     return env
 
 
 @dataclasses.dataclass(frozen=True)
 class _HostMaker:
-    """Makes a `gymnasium.Env`. A worker process, which has not imported the user's file, does so when it unpickles."""
+    """Makes an environment. A worker process, which has not imported the user's file, does so when it unpickles."""
 
     name: str
     arguments: dict[str, Any]

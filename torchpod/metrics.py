@@ -111,7 +111,7 @@ class JsonlSink:
 
 def is_timing(key: str) -> bool:
     """Whether a metric is a time, a rate or a share of time, and so differs from run to run: `wall_s`, `actor_wait`."""
-    return re.search(r"_s$|(^|_)per_s(_|$)|_wait$|^actor_in_|^queue_", key) is not None
+    return re.search(r"_s$|(^|_)per_s(_|$)|_wait$|^actor_in_|^queue_|^phase_", key) is not None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

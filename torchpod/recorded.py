@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torchpod.cpu_calls import Call, Calls
-from torchpod.inductor import RECORDING, RecordedCall, Signature
+from torchpod.inductor import RECORDING, RecordedCall, Signature, is_ahead
 from torchpod.trees import outline, reader, writer
 
 
@@ -30,7 +30,7 @@ class Recorded:
 
     def __call__(self, *args: Any) -> Any:
         """The result."""
-        if RECORDING.calls is not None:  # a part of a larger recording
+        if RECORDING.calls is not None or is_ahead():  # a part of a larger recording, or nothing to record
             return self._fn(*args)
         if self._plan is not None:
             inputs = self._plan.read(args)

@@ -31,6 +31,7 @@ from torchpod.env import Env, close_all
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
 from torchpod.metrics import Logger, Sink
+from torchpod.policies import begun
 from torchpod.progress import ConsoleSink
 from torchpod.replay.segments import Segments
 from torchpod.run_folder import (
@@ -92,12 +93,13 @@ def execute(
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     if env is not None:
-        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env):
-            kind = type(env).__name__
-            raise ConfigError(
-                f"env={kind} is one gymnasium.Env, and a run needs many: hand over torchpod.envs.Gymnasium({kind}) "
-                'with loop="sebulba".'
-            )
+        for module, base, door in (("gymnasium", "Env", "Gymnasium"), ("pettingzoo", "ParallelEnv", "PettingZoo")):
+            if module in sys.modules and isinstance(env, getattr(sys.modules[module], base)):
+                kind = type(env).__name__
+                raise ConfigError(
+                    f"env={kind} is one {module}.{base}, and a run needs many: hand over torchpod.envs.{door}({kind}) "
+                    'with loop="sebulba".'
+                )
         config = replace(config, env={"name": OBJECT + type(env).__name__}, given=(*config.given, "env"))
     source = resume_source(config)
     if source is not None:
@@ -146,7 +148,9 @@ def _execute(
         make = make or make_agent(config.algo, env.spec)
         if own:
             _check_agent(make(), env, config, device)
-    loop = _make_loop(config, env, make, ranks, device)
+        if source is None:
+            make = begun(make, ranks)
+    loop = make_loop(config, env, make, ranks, device)
     try:
         started = _start(config, loop, source, ranks)
     except BaseException as error:
@@ -203,7 +207,7 @@ def _start(
             if ranks.rank == 0:
                 print(f"{source} is finished; to go on, give more than total_env_steps={resumed_at * steps:_}.")
             summary = json.loads((source / "summary.json").read_text())
-            variables = loop.learner.acting(state.learner)
+            variables = loop.learner.acting(state.learner, state.iteration)
             return Run(source, summary, loop.agent, variables)
         if isinstance(loop, Sebulba):
             state = loop.resume(state)
@@ -230,7 +234,7 @@ def _go_on(
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
         state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s, until)
-    variables = loop.learner.acting(state.learner)
+    variables = loop.learner.acting(state.learner, state.iteration)
     if ranks.rank == 0:
         where = device if env.traits.pure else torch.device("cpu")
         try:
@@ -255,9 +259,10 @@ def _go_on(
     return Run(run_dir, summary, loop.agent, variables)
 
 
-def _make_loop(
+def make_loop(
     config: TrainConfig, env: Env, make: Callable[[], Agent], ranks: Ranks, device: torch.device
 ) -> Anakin | Sebulba:
+    """The program of a run."""
     settings: dict[str, Any] = {
         "num_envs": ranks.share(config.num_envs, "num_envs"),
         "unroll_length": config.algo.unroll_length,
@@ -269,8 +274,15 @@ def _make_loop(
         "replay": config.algo.replay,
     }
     if config.loop.name == "anakin":
-        return Anakin(make, env, **settings)
+        return Anakin(make, env, phases=config.logger.phases, **settings)
     return Sebulba(make, lambda: copy.copy(env), config=config.loop, actor_devices=_split(config)[0], **settings)
+
+
+def reports(config: TrainConfig, loop: Anakin | Sebulba, state: RunState, *, until: int | None = None) -> Any:
+    """What `anakin.train` or `sebulba.train` yields, with as many iterations per call as the run has."""
+    run_loop: Callable[..., Any] = sebulba.train if isinstance(loop, Sebulba) else train
+    calls = config.loop.iterations_per_call or (8 if loop.device.type == "cuda" and run_loop is train else 1)
+    return run_loop(loop, state, until=until, iterations_per_call=calls)
 
 
 def _train(
@@ -283,16 +295,14 @@ def _train(
     wall_s: float,
     until: int | None,
 ) -> tuple[RunState, Timing]:
-    run_loop: Callable[..., Iterator[tuple[Report, Any]]] = sebulba.train if isinstance(loop, Sebulba) else train
-    calls = config.loop.iterations_per_call or (8 if loop.device.type == "cuda" and run_loop is train else 1)
     timing = Timing(wall_s, 0.0, 0, 0.0)
     previous, stopping = int(state.env_steps.sum()), False
     with (
         StopFlag(ranks, loop.device) as stop,
-        contextlib.closing(cast(Any, run_loop(loop, state, until=until, iterations_per_call=calls))) as reports,
+        contextlib.closing(reports(config, loop, state, until=until)) as calls,
     ):
         try:
-            for report, program in reports:
+            for report, program in calls:
                 stop.pause()
                 state, now = program.state, int(np.sum(report.env_steps))
                 steps, previous = now - previous, now
@@ -452,7 +462,11 @@ def _apply_members(state: RunState, config: TrainConfig) -> RunState:
     """Puts the per-member values of `members` into hyperparameters and learning rates."""
     learner = state.learner
     rates = {name if len(learner.learning_rate) > 1 else "learning_rate": name for name in learner.learning_rate}
+    schedules = config.algo.learner.schedules or {}
     for name, values in config.members.items():
+        scheduled = {"learning_rate", f"learning_rate.{rates[name]}"} if name in rates else {name}
+        if scheduled & schedules.keys():
+            raise ConfigError(f"members.{name} has a schedule, which is that of all members; leave one of them out.")
         if name in learner.buffers:
             table, key = learner.buffers, name
         elif name in rates:

@@ -40,9 +40,9 @@ def summarise(
     ranks: Ranks,
 ) -> dict[str, Any]:
     """The contents of summary.json."""
-    summary: dict[str, Any] = {"eval_return": eval_return(evaluation.returns.flatten())}
+    summary: dict[str, Any] = {"eval_return": eval_returns(evaluation)}
     if config.population > 1:
-        summary["members"] = [eval_return(row) for row in evaluation.returns]
+        summary["members"] = [eval_returns(member) for member in each(evaluation)]
         means = [member["mean"] for member in summary["members"]]
         summary["best_member"] = means.index(max(means))
         summary["unhealthy_members"] = (~state.learner.healthy).nonzero().flatten().tolist()
@@ -59,6 +59,19 @@ def summarise(
         "commit": commit(),
         "config_hash": config.hash(),
     }
+
+
+def each(evaluation: Evaluation) -> list[Evaluation]:
+    """The evaluations of the members of a population, or the one there is."""
+    episodes = evaluation.returns.shape[-1]
+    rows = pytree.tree_map(lambda x: x.reshape(-1, episodes), evaluation)
+    return [pytree.tree_map(lambda x, i=i: x[i], rows) for i in range(len(rows.returns))]
+
+
+def eval_returns(evaluation: Evaluation) -> dict[str, Any]:
+    """What `eval_return` says of all episodes, and under `groups` of those that there are."""
+    groups = {name: eval_return(returns.flatten()) for name, returns in evaluation.groups.items()}
+    return eval_return(evaluation.returns.flatten()) | ({"groups": groups} if groups else {})
 
 
 def eval_return(returns: Tensor) -> dict[str, Any]:

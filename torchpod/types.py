@@ -33,7 +33,8 @@ class TimeStep(NamedTuple):
     """`[B, ...]`. A dict may hold an `action_mask` `[B, A]` bool (True = allowed)."""
     extras: dict[str, Tree]
     """A fixed dict, at least `raw_reward` `[B]` (before clipping) and `game_over` `[B]` bool (before episodic life).
-    Groups whose agents can die add `alive`, `{group: [B, N]}` bool."""
+    Groups whose agents can die add `alive`, `{group: [B, N]}` bool. `episode`, `{name: [B]}` float32, says of an
+    episode what becomes the metric `episode_NAME`; it counts where `game_over`."""
 
 
 class ActorOutput(NamedTuple):
@@ -74,6 +75,9 @@ class Batch(NamedTuple):
     """`[T, B, ...]` from `prepare`. In `loss`: `[R, ...]`, or `[T, B', ...]` for recurrent agents."""
     actor_state: Tree = ()
     """`[B, ...]`, the recurrent state before step 0; empty for feed-forward agents."""
+    report: dict[str, Tensor] = {}
+    """Columns `[T, B]` that are reported and not learned from: `reward`, `value` and `value_target` become the metrics
+    of measures.py. Of several policies `POLICY/reward` `[T, B, N]`, ..., each with its `POLICY/weight` in `steps`."""
 
 
 class LossOutput(NamedTuple):

@@ -1,4 +1,4 @@
-"""Videos of episodes: `torchpod eval RUN --video FILE`. Drawing is render/; playing is as in evaluate.py."""
+"""Videos of episodes: `torchpod eval RUN --video FILE`. Drawing is render/, the episode is from recording.py."""
 
 import contextlib
 import importlib
@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod import random
-from torchpod.agent import Agent, Variables
 from torchpod.env import Env
+from torchpod.recording import Recording
 from torchpod.render import describe, drawing_of, render
-from torchpod.rollout import make_step, start
 from torchpod.types import FIRST
 
 Frame = NDArray[np.uint8]
@@ -45,41 +41,29 @@ def check_video(path: Path, env: Env) -> None:
             raise ImportError(f"{path} needs {module}: pip install torchpod-rl[video].") from error
 
 
-def play(
-    agent: Agent, env: Env, variables: Variables, key: Tensor, *, num_episodes: int
-) -> Iterator[tuple[Frame, float]]:
-    """Frames of a greedy episode, each with the return so far: the first that `evaluate` plays with the same key.
+def play(env: Env, recording: Recording) -> Iterator[tuple[Frame, float]]:
+    """Frames of an episode, each with the return so far; the first is before the first step.
 
     Args:
-      agent: the agent; only its methods are used.
       env: a pure environment.
-      variables: parameters and buffers of one agent.
-      key: `[3]`.
-      num_episodes: of the evaluation.
+      recording: an episode of it.
     """
-    env_keys, actor_keys = (random.split(k, num_episodes)[:1] for k in random.split(key, 2))
-    step = make_step(agent, env, explore=False)
-    with torch.no_grad():
-        carry = start(agent, env, env_keys)
-        count, total = 0, 0.0
-        yield render(env, carry.env_state, carry.timestep, caption=describe(0, 0.0, 0.0)), total
-        for _ in range(env.spec.max_episode_steps or 10_000):
-            carry, _ = step(variables, carry, env_keys, actor_keys)
-            timestep = carry.timestep
-            reward = sum(float(leaf.mean()) for leaf in pytree.tree_leaves(timestep.extras["raw_reward"]))
-            count, total = count + int(timestep.step_type != FIRST), total + reward
-            yield render(env, carry.env_state, timestep, caption=describe(count, reward, total)), total
-            if timestep.extras["game_over"]:
-                return
+    count, total = 0, 0.0
+    for i, reward in enumerate(recording.rewards.tolist()):
+        timestep = pytree.tree_map(lambda x, i=i: x[i], recording.timestep)
+        states = pytree.tree_map(lambda x, i=i: x[: i + 1], recording.env_state)
+        count, total = count + int(i > 0 and timestep.step_type != FIRST), total + reward
+        state = pytree.tree_map(lambda x: x[-1], states)
+        yield render(env, state, timestep, caption=describe(count, reward, total), history=states), total
 
 
-def record(path: Path, agent: Agent, env: Env, variables: Variables, key: Tensor, *, num_episodes: int) -> str:
-    """Writes an episode, see `play`; returns a line that says what is in the file."""
+def record(path: Path, env: Env, recording: Recording) -> str:
+    """Draws an episode; returns a line that says what is in the file."""
     length, last = 0, 0.0
 
     def frames() -> Iterator[Frame]:
         nonlocal length, last
-        for frame, total in play(agent, env, variables, key, num_episodes=num_episodes):
+        for frame, total in play(env, recording):
             length, last = length + 1, total
             yield frame
 

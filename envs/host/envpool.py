@@ -1,5 +1,6 @@
 """EnvPool as a host environment: Atari, MuJoCo, DMC, Procgen and more, all of a batch in one call, in C++ threads."""
 
+import dataclasses
 import difflib
 import importlib
 import math
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from torchpod import random
+from torchpod.actions import lead_of
 from torchpod.envs.arguments import at_least
-from torchpod.envs.host.gymnasium import action_of, host_timestep, spec_of, to_tensors
+from torchpod.envs.host.gymnasium import action_of, grouped_timestep, host_timestep, spec_of, to_tensors
 from torchpod.specs import HOST, Array, Discrete, EnvSpec
 from torchpod.types import TimeStep, Tree
 
@@ -26,6 +28,8 @@ _RESERVED = {
     "zero_discount_on_life_loss": "where the discount is 0 an episode ends; use episodic_life=True",
 }
 """Options of EnvPool that a user may not give, and why."""
+PLAYER = "player"
+"""The group of those who play in one environment."""
 _RENDERING = {"from_pixels", "render_mode", "render_env_id", "render_width", "render_height", "render_camera_id"}
 
 
@@ -44,6 +48,9 @@ class EnvPool:
     Float actions are clipped to their bounds, which EnvPool does not check; where bounds differ from entry to entry,
     the spec says [-1, 1] and actions are scaled. Actions of several integers are numbered and become one Discrete.
 
+    The players of a game are a group, `player`. In games of turns (chess, Go, poker) each observes the board from its
+    own side, and who waits has an `action_mask` that leaves the first action alone, which nobody looks at.
+
     Args:
       task: one of `envpool.list_all_envs()`, such as "Pong-v5".
       num_threads: C++ threads; more than 1 pays where a step of one environment takes more than some microseconds.
@@ -51,7 +58,7 @@ class EnvPool:
 
     Raises:
       ImportError: if envpool, or a system library that these environments need, is not installed.
-      ValueError: for an unknown name or option, several players, or a space that no agent here could read or act in.
+      ValueError: for an unknown name or option, or a space that no agent here could read or act in.
     """
 
     traits = HOST
@@ -72,8 +79,6 @@ class EnvPool:
         with _making(task, options):
             spec = _envpool().make_spec(task, **options)
             config, observation_space, action_space = spec.config, spec.observation_space, spec.action_space
-        if config.max_num_players > 1:
-            raise ValueError(f"{task} has up to {config.max_num_players} players; choose an environment with one.")
         observation = spec_of(observation_space, f"{task}: observation_space")
         action, self._to_native = action_of(action_space, f"{task}: action_space")
         if isinstance(observation, dict) and "action_mask" in observation and isinstance(action, Discrete):
@@ -83,6 +88,10 @@ class EnvPool:
             observation["action_mask"] = Array((action.num_values,), torch.bool)
         limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
         self.spec = EnvSpec(task, observation, action, limit, truncates_early=True)
+        self._players: _Players | None = None
+        if config.max_num_players > 1:
+            self._players = _Players(self.spec, config.max_num_players, "info:current_player" in spec.state_array_spec)
+            self.spec = self._players.spec
         self._episodic_life: bool = getattr(config, "episodic_life", False)
 
     def init(self, keys: Tensor) -> tuple[None, TimeStep]:
@@ -92,25 +101,28 @@ class EnvPool:
         seeds = (random.bits(keys, 1)[:, 0] >> 1).tolist()  # EnvPool takes int32
         with _making(self.spec.name, {}):
             pool = _envpool().make_gymnasium(self.spec.name, num_envs=len(seeds), seed=seeds, **self._options)
-            observation, _ = pool.reset()
+            observation, info = pool.reset()
         self._pool = pool
         self._was_last = np.ones(len(seeds), bool)
-        return None, self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
+        reward = np.zeros(len(info["players"]["env_id"]))
+        return None, self._timestep(observation, info, reward, ~self._was_last, ~self._was_last)
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
         """See `Env.step`."""
         self.send(action)
         return None, self.recv()
 
-    def send(self, action: Tensor) -> None:
+    def send(self, action: Tree) -> None:
         """Starts a step and returns at once: the C++ threads work until `recv`, while the caller does other things."""
         if self._pool is None or self._sent:
             raise RuntimeError(f"{self.spec.name}: init() comes before send(), and recv() before the next send().")
         # A check, because EnvPool would read past the end of a batch that is too short, and kill the process.
-        if action.shape != (len(self._was_last), *self.spec.action.shape):
-            expected = [len(self._was_last), *self.spec.action.shape]
-            raise ValueError(f"{self.spec.name} takes actions of shape {expected}; these are {list(action.shape)}.")
-        self._pool.send(self._to_native(action.numpy()))
+        players = self._players
+        given, spec = (action[PLAYER], self.spec.action[PLAYER]) if players else (action, self.spec.action)
+        expected = [*lead_of(self.spec, PLAYER, len(self._was_last)), *spec.shape]
+        if list(given.shape) != expected:
+            raise ValueError(f"{self.spec.name} takes actions of shape {expected}; these are {list(given.shape)}.")
+        self._pool.send(self._to_native((players.acting(given) if players else given).numpy()))
         self._sent = True
 
     def recv(self) -> TimeStep:
@@ -124,7 +136,7 @@ class EnvPool:
             over = info["terminated"] != 0
             game_over = truncated | over if self._episodic_life else None
             terminated = terminated | over
-        return self._timestep(observation, reward, terminated, truncated, raw_reward, game_over)
+        return self._timestep(observation, info, reward, terminated, truncated, raw_reward, game_over)
 
     def close(self) -> None:
         """Lets go of the pool, which ends its threads."""
@@ -141,7 +153,10 @@ class EnvPool:
             raise ValueError(f"{self.spec.name} has no frame_skip in EnvPool, so that its actions cannot be repeated.")
         return EnvPool(self.spec.name, **{**self._options, "frame_skip": num * config.frame_skip})
 
-    def _timestep(self, observation: Any, *outcome: Any) -> TimeStep:
+    def _timestep(self, observation: Any, info: Any, *outcome: Any) -> TimeStep:
+        if self._players:
+            timestep, self._was_last = self._players.timestep(observation, info, self._was_last, *outcome[:3])
+            return timestep
         timestep, self._was_last = host_timestep(self._observation(observation), self._was_last, *outcome)
         return timestep
 
@@ -152,6 +167,52 @@ class EnvPool:
             mask = tensors["action_mask"].flatten(1)
             tensors["action_mask"] = mask | ~mask.any(-1, keepdim=True)
         return tensors
+
+
+class _Players:
+    """Between rows of EnvPool, one per player, and `{player: [B, N, ...]}`.
+
+    Args:
+      spec: of one player.
+      num: N.
+      in_turns: one of them moves in each step.
+    """
+
+    def __init__(self, spec: EnvSpec, num: int, in_turns: bool) -> None:
+        self._seen, self._num, self._in_turns = spec.observation, num, in_turns
+        self._mover = torch.zeros(0, dtype=torch.int64)
+        observation = spec.observation
+        if in_turns:
+            self._waiting = np.arange(spec.action.num_values) == 0
+            observation = {"observation": observation, "action_mask": Array(self._waiting.shape, torch.bool)}
+        self.spec = dataclasses.replace(
+            spec, observation={PLAYER: observation}, action={PLAYER: spec.action}, groups={PLAYER: num}
+        )
+
+    def acting(self, action: Tensor) -> Tensor:
+        """Of `[B, N, ...]` those that EnvPool wants: of all players, or of the one who moves."""
+        return action[torch.arange(len(action)), self._mover] if self._in_turns else action.flatten(0, 1)
+
+    def timestep(
+        self,
+        observation: np.ndarray,
+        info: dict[str, Any],
+        reset: np.ndarray,
+        reward: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+    ) -> tuple[TimeStep, np.ndarray]:
+        """As `host_timestep`."""
+        order = np.argsort(info["env_id"])  # environments of several players come in the order in which they are done
+        rows = order[:, None] * self._num + np.arange(self._num)
+        seen: Tree = to_tensors(observation[rows.ravel()], self._seen).unflatten(0, rows.shape)
+        if self._in_turns:
+            mover = info["current_player"][order]
+            self._mover = torch.from_numpy(mover)
+            moves = (np.arange(self._num) == mover[:, None])[..., None]
+            mask = np.where(moves, info["legal_action_mask"][order][:, None], self._waiting)
+            seen = {"observation": seen, "action_mask": torch.from_numpy(mask)}
+        return grouped_timestep({PLAYER: seen}, reset, {PLAYER: reward[rows]}, terminated[order], truncated[order])
 
 
 @contextmanager

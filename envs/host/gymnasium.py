@@ -65,10 +65,7 @@ class Gymnasium:
         except gymnasium.error.Error as error:
             raise ValueError(str(error)) from error
         name = task if isinstance(task, str) else getattr(task, "__name__", type(probe).__name__)
-        limit = probe.spec.max_episode_steps if probe.spec is not None else None
-        observation = spec_of(probe.observation_space, f"{name}: observation_space")
-        action, self._to_native = action_of(probe.action_space, f"{name}: action_space")
-        self.spec = EnvSpec(name, observation, action, limit, truncates_early=True)
+        self.spec, self._to_native = self._described(probe, name)
         probe.close()
 
     def init(self, keys: Tensor) -> tuple[None, TimeStep]:
@@ -95,9 +92,9 @@ class Gymnasium:
         self.send(action)
         return None, self.recv()
 
-    def send(self, action: Tensor) -> None:
+    def send(self, action: Tree) -> None:
         """Starts a step: with `processes`, they work until `recv`; otherwise the step is done there."""
-        native = self._to_native(action.numpy())
+        native = self._to_native(action)
         with self._naming_what_went_wrong():
             if self._processes:
                 self._envs.step_async(native)
@@ -122,7 +119,7 @@ class Gymnasium:
         except ValueError as error:  # perhaps of NumPy, which names no environment
             space = self._envs.single_observation_space
             for observation in getattr(self._envs, "_env_obs", ()):
-                if (wrong := _misshapen(observation, space)) is not None:
+                if (wrong := misshapen(observation, space)) is not None:
                     raise ValueError(f"{self.spec.name} gave an observation {wrong}; make them agree.") from error
             raise
 
@@ -165,6 +162,14 @@ class Gymnasium:
         new.spec = dataclasses.replace(self.spec, max_episode_steps=limit)
         return new
 
+    def _described(self, probe: Any, name: str) -> tuple[EnvSpec, Callable[[Tree], Any]]:
+        """The spec, and the function that turns actions into those of the environments."""
+        limit = probe.spec.max_episode_steps if probe.spec is not None else None
+        observation = spec_of(probe.observation_space, f"{name}: observation_space")
+        action, to_native = action_of(probe.action_space, f"{name}: action_space")
+        spec = EnvSpec(name, observation, action, limit, truncates_early=True)
+        return spec, lambda action: to_native(action.numpy())
+
     def _timestep(self, observation: Any, *outcome: np.ndarray) -> TimeStep:
         tensors = to_tensors(observation, self.spec.observation)
         timestep, self._was_last = host_timestep(tensors, self._was_last, *outcome)
@@ -188,12 +193,12 @@ def _repeating(env: Any, num: int) -> Any:
     return Repeating(env)
 
 
-def _misshapen(observation: Any, space: Any) -> str | None:
+def misshapen(observation: Any, space: Any) -> str | None:
     """Which part of an observation has another shape than in its space; None if none has."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
-        parts = (_misshapen(observation[name], inner) for name, inner in space.items())
+        parts = (misshapen(observation[name], inner) for name, inner in space.items())
         return next((part for part in parts if part is not None), None)
     found = np.shape(observation)
     if observation is None or found == space.shape:
@@ -234,6 +239,26 @@ def host_timestep(
     step_type, reward_, discount = map(torch.from_numpy, columns)
     extras = {"raw_reward": torch.from_numpy(raw), "game_over": torch.from_numpy(over)}
     return TimeStep(step_type, reward_, discount, observation, extras), last
+
+
+def grouped_timestep(
+    observation: Tree,
+    reset: np.ndarray,
+    reward: dict[str, np.ndarray],
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+    alive: dict[str, np.ndarray] | None = None,
+) -> tuple[TimeStep, np.ndarray]:
+    """`host_timestep` for groups of agents: rewards, and who is alive if agents can leave, `{group: [B, N]}`."""
+    timestep, last = host_timestep(observation, reset, np.zeros(len(reset)), terminated, truncated)
+    rewards = {g: torch.from_numpy(np.where(reset[:, None], 0.0, r).astype(np.float32)) for g, r in reward.items()}
+    discount = {g: timestep.discount[:, None].repeat(1, r.shape[1]) for g, r in rewards.items()}
+    extras: dict[str, Tree] = timestep.extras | {"raw_reward": rewards}
+    if alive is not None:
+        extras["alive"] = {g: torch.from_numpy(x != 0) for g, x in alive.items()}
+        first = torch.from_numpy(reset)[:, None]
+        discount = {g: discount[g] * (extras["alive"][g] | first) for g in rewards}
+    return timestep._replace(reward=rewards, discount=discount, extras=extras), last
 
 
 def action_of(space: Any, where: str) -> tuple[Box | Discrete, Callable[[np.ndarray], np.ndarray]]:

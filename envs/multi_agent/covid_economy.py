@@ -19,6 +19,7 @@ from torchpod import random
 from torchpod.env import TensorEnv
 from torchpod.envs.arguments import at_least, number, true_or_false
 from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.types import Tree
 
 DATA = Path(__file__).parent / "data"
 NUM_LEVELS, NUM_SUBSIDIES = 10, 20
@@ -40,6 +41,9 @@ US_POPULATION, GDP_PER_PERSON, MAX_SUBSIDY, VALUE_OF_LIFE = 328_737_916, 65_300,
 """Dollars; the first two of a person and year."""
 INTEREST = 0.03
 """What the planner pays for the money that it sends."""
+
+COUNTRY = ("unemployment", "stringency", "production", "subsidies", "health_index", "economic_index")
+"""Numbers of the country that are reported as means over the days of an episode."""
 
 PLANNER_ALPHA = 0.757
 PLANNER_BOUNDS = (-0.007381112780421972, -0.0001451095740776509, 0.002124679973348975, 0.00270779593847692)
@@ -80,6 +84,8 @@ class CovidEconomyState(NamedTuple):
     """`[B, N]`, what is produced or paid in subsidies, by what is produced in good times. 0 on the first day."""
     scales: Tensor
     """`[B, 3]` float64, of the spread, of what levels do against it, and of what they do to employment."""
+    country: Tensor
+    """`[B, 6]`, sums over the days so far of what `COUNTRY` names."""
 
 
 class _Tables(NamedTuple):
@@ -117,9 +123,11 @@ class _Tables(NamedTuple):
     """What one level pays, by production in good times."""
     share: Tensor
     """Of the country's production in good times."""
+    people: Tensor
+    """Of the country's people."""
 
 
-class _Welfare(NamedTuple):
+class Welfare(NamedTuple):
     """How a group weighs health against economy, and the scales of both: floats, or `[N]`."""
 
     alpha: Any
@@ -146,6 +154,12 @@ class CovidEconomy(TensorEnv):
     decides (by 90), level of subsidy (by 20), days until vaccines come (by their interval, at most 1), day (by 540).
     Observation of the planner, `numbers` `[1, 463]` and `action_mask` `[1, 21]`: those nine numbers of a state, each of
     all 51 states, and what all know.
+
+    Reports of an episode, all for the country: as metrics `episode_infected`, `episode_recovered`, `episode_deaths` and
+    `episode_vaccinated`, people at its end; as means over its days `episode_unemployment`, share of the people;
+    `episode_stringency`, level that a person lives under; `episode_production` without subsidies and
+    `episode_subsidies`, by production in good times; `episode_health_index` and `episode_economic_index`, each between
+    what the strictest (health) and the loosest (economy) policies reach, which the planner's reward weighs.
 
     Args:
       max_episode_steps: days, at most 600.
@@ -244,6 +258,7 @@ class CovidEconomy(TensorEnv):
             unemployed=_each(tables.unemployed, size),
             output=torch.zeros_like(wait, dtype=torch.float32),
             scales=scales,
+            country=torch.zeros(size, len(COUNTRY), device=keys.device),
         )
 
     def transition(
@@ -285,16 +300,21 @@ class CovidEconomy(TensorEnv):
 
         # Deaths of the day come from what ended: as a difference of sums of deaths they would lose digits.
         health = -(DEATH * ended * tables.value).float()
+        paid, produced = tables.share * paid, tables.share * output  # of the country's production
+        planner = self.indices(
+            (tables.share * health).sum(-1, keepdim=True),
+            (produced - (1 + INTEREST) * paid).sum(-1, keepdim=True),
+            self.planner,
+        )
+        governor = _on(self.governor, keys.device)
         reward = {
-            "governor": self._reward(health, output, _on(self.governor, keys.device)),
-            "planner": self._reward(
-                (tables.share * health).sum(-1, keepdim=True),
-                (tables.share * (output - (1 + INTEREST) * paid)).sum(-1, keepdim=True),
-                self.planner,
-            ),
+            "governor": _weighed(governor, *self.indices(health, output, governor)),
+            "planner": _weighed(self.planner, *planner),
         }
+        each = tables.people * unemployed, tables.people * level, produced - paid, paid
+        country = state.country + torch.cat([*(x.sum(-1, keepdim=True) for x in each), *planner], -1)
         epidemic, economy = (s, i, removed, vaccinated), (memory, unemployed, output)
-        new = CovidEconomyState(day, recent, older, wait, subsidy, *epidemic, *economy, state.scales)
+        new = CovidEconomyState(day, recent, older, wait, subsidy, *epidemic, *economy, state.scales, country)
         return new, reward, torch.zeros_like(decides)
 
     def observe(self, state: CovidEconomyState) -> dict[str, dict[str, Tensor]]:
@@ -324,13 +344,33 @@ class CovidEconomy(TensorEnv):
             "planner": {"numbers": planner, "action_mask": _mask((since == 0)[:, None], NUM_SUBSIDIES)},
         }
 
-    def _reward(self, health: Tensor, output: Tensor, welfare: _Welfare) -> Tensor:
-        alpha, health_low, health_width, economy_low, economy_width = welfare
+    def extras(self, state: CovidEconomyState) -> dict[str, Tree]:
+        """What is reported of an episode; see the class."""
+        population = _on(self.tables.population, state.day.device)
+        people = {
+            "infected": state.infected,
+            "recovered": (1 - DEATH) * state.removed,
+            "deaths": DEATH * state.removed,
+            "vaccinated": state.vaccinated,
+        }
+        means = state.country / state.day.clamp(min=1)[..., None]
+        told = {name: (population * x).sum(-1).float() for name, x in people.items()}
+        return {"episode": told | dict(zip(COUNTRY, means.unbind(-1), strict=True))}
+
+    def indices(self, health: Tensor, output: Tensor, welfare: Welfare) -> tuple[Tensor, Tensor]:
+        """Of health and of the economy, each 0 and 1 where the two extreme policies are on average.
+
+        Args:
+          health: what the day's deaths are worth, less than 0, by a year's production in good times.
+          output: what is produced or paid, by a day's production in good times.
+          welfare: of those who are concerned.
+        """
         output = output.clamp(0.1, 3.0)
         eta = self.risk_aversion
         utility = output.log() if eta == 1 else (output ** (1 - eta) - 1) / (1 - eta)
         economy = (1 + utility) / 365
-        return alpha * (health - health_low) / health_width + (1 - alpha) * (economy - economy_low) / economy_width
+        w = welfare
+        return (health - w.health_low) / w.health_width, (economy - w.economy_low) / w.economy_width
 
 
 def _tables(states: Any, doses_per_million: float) -> _Tables:
@@ -360,6 +400,7 @@ def _tables(states: Any, doses_per_million: float) -> _Tables:
         "capacity": capacity,
         "subsidy": MAX_SUBSIDY / 365 / NUM_SUBSIDIES / (capacity * wage),
         "share": good_times / good_times.sum(),
+        "people": population / population.sum(),
     }
     double = {
         "spread": states["beta_intercept"],
@@ -379,11 +420,16 @@ def _tables(states: Any, doses_per_million: float) -> _Tables:
     )
 
 
-def _welfare(alpha: Any, bounds: Sequence[Any], priority: float) -> _Welfare:
+def _weighed(welfare: Welfare, health: Tensor, economy: Tensor) -> Tensor:
+    """The reward."""
+    return welfare.alpha * health + (1 - welfare.alpha) * economy
+
+
+def _welfare(alpha: Any, bounds: Sequence[Any], priority: float) -> Welfare:
     health_low, health_high, economy_low, economy_high = bounds
     odds = priority * alpha / (1 - alpha)
     widths = (health_high - health_low + 1e-10, economy_high - economy_low + 1e-10)
-    return _Welfare(odds / (1 + odds), health_low, widths[0], economy_low, widths[1])
+    return Welfare(odds / (1 + odds), health_low, widths[0], economy_low, widths[1])
 
 
 def level_of(state: CovidEconomyState) -> Tensor:

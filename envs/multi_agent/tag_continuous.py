@@ -5,6 +5,7 @@ those of its `TagContinuous` for the CPU. Starts are random, time-outs truncate,
 for the GPU let threads race.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -19,9 +20,13 @@ from torchpod.envs.arguments import at_least, number, true_or_false
 from torchpod.specs import Array, EnvSpec, MultiDiscrete
 from torchpod.types import Tree
 
-SLICES = 8
-"""Of the agents, when the nearest are looked for."""
-NOBODY = 2**63 - 1
+BLOCK = 8
+"""Agents of which the nearest stands for all, when the nearest are looked for."""
+MAX_PASSES = 16
+"""For more neighbours than this, `topk` finds the smallest keys: every pass is another loop to compile."""
+NOBODY = 0x7F800000 << 32
+"""The first key of somebody who is infinitely far."""
+LARGEST = float(np.finfo(np.float32).max)
 CIRCLE = float(np.float32(2 * math.pi))
 
 
@@ -55,7 +60,8 @@ class TagContinuous(TensorEnv):
     of all others by their ids, then the second, ..., then the time. Partial: `[7 K + 1]`, the same of the K nearest
     that are in the game, the nearest first, with zeros in the place of those that are missing. Who has left the game
     sees nothing (full: who is a tagger, and who in the game), has discount 0, and is False in `extras["alive"]`,
-    `{group: [B, N]}`: its rows are not to be learned from.
+    `{group: [B, N]}`: its rows are not to be learned from. Reports `episode_tag_rate`, the share of runners that were
+    tagged by the end of an episode, if they leave the game then.
 
     Args:
       num_taggers: in group `tagger`.
@@ -224,9 +230,10 @@ class TagContinuous(TensorEnv):
         return {"tagger": seen[..., :n, :], "runner": seen[..., n:, :]}
 
     def extras(self, state: TagContinuousState) -> dict[str, Tree]:
-        """Who is in the game."""
-        n = self.num_taggers
-        return {"alive": {"tagger": state.alive[..., :n], "runner": state.alive[..., n:]}}
+        """Who is in the game, and how many runners have left it."""
+        taggers, runners = state.alive.split([self.num_taggers, self.num_agents - self.num_taggers], -1)
+        told = {"episode": {"tag_rate": 1.0 - runners.float().mean(-1)}} if self.runner_exits else {}
+        return {"alive": {"tagger": taggers, "runner": runners}} | told
 
     def _by_group(self, values: list[float], like: Tensor) -> Tensor:
         """`[A]` float32: the first value for taggers, the second for runners."""
@@ -242,9 +249,11 @@ class TagContinuous(TensorEnv):
 def nearest(x: Tensor, y: Tensor, alive: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The nearest others in the game, the nearest first and of equally near ones the first.
 
-    The agents are cut into slices, which are put on top of each other: the `num` nearest are among those `num` columns
-    whose nearest is nearest. So no matrix of all pairs is made, and less is sorted. Bits of positive floats are ordered
-    like the floats; with the id behind them no two are equal, and every device and compiler finds the same.
+    Of many agents, those with neighbouring ids form blocks of `BLOCK`, and only the distance to the nearest of each
+    block is kept: the `num` nearest agents are in the `num` blocks whose nearest is nearest, of equally near ones the
+    first. So no matrix of all pairs is made, where there are more than 2 K blocks. Bits of positive floats are ordered
+    like the floats; with the id behind them no two are equal, and every device and compiler finds the same. Who looks
+    is the last axis of everything: there compilers for CPUs vectorise.
 
     Args:
       x: `[B, A]` float32.
@@ -256,37 +265,50 @@ def nearest(x: Tensor, y: Tensor, alive: Tensor, num: int) -> tuple[Tensor, Tens
       ids `[B, A, K]` int64, and whether there is such an agent, `[B, A, K]` bool.
     """
     size = x.shape[-1]
-    own = torch.arange(size, device=x.device)[:, None]
+    num_blocks = -(-size // BLOCK)
+    count = torch.arange(size, dtype=torch.int32, device=x.device)
 
-    def keys(ids: Tensor, x_: Tensor, y_: Tensor, there: Tensor) -> Tensor:
-        distance = _distance(x_ - x[..., None], y_ - y[..., None])
-        return torch.where(there & (ids != own), (distance.view(torch.int32).long() << 32) | ids, NOBODY)
+    def distance(ids: Tensor, x_: Tensor, y_: Tensor) -> Tensor:
+        return torch.where(ids == count, math.inf, _distance(x_ - x[:, None], y_ - y[:, None]))
 
-    width = -(-size // SLICES)
-    if width <= num:
-        ids = torch.arange(size, device=x.device)
-        found = keys(ids, x[..., None, :], y[..., None, :], alive[..., None, :])
+    xs, ys = (torch.where(alive, f, math.inf) for f in (x, y))
+    if num_blocks <= 2 * num:
+        ids = count[:, None]
+        found = distance(ids, xs[..., None], ys[..., None])  # [B, A, A]
     else:
-        padded = [pad(f, (0, SLICES * width - size))[..., None, :] for f in (x, y, alive)]
-        ids = torch.arange(width, device=x.device)
-        best = keys(ids, *(f[..., :width] for f in padded))
-        for i in range(1, SLICES):
-            part = slice(i * width, (i + 1) * width)
-            best = torch.minimum(best, keys(ids + i * width, *(f[..., part] for f in padded)))
-        column = best.topk(num, -1, largest=False, sorted=False).indices
-        ids = (column[..., None, :] + width * torch.arange(SLICES, device=x.device)[:, None]).flatten(-2)
-        found = keys(ids, *(f[..., 0, :].gather(-1, ids.flatten(-2)).view(ids.shape) for f in padded))
-    found = found.topk(num, -1, largest=False).values
-    there = found != NOBODY
-    return torch.where(there, found & 0xFFFFFFFF, 0), there
+        xs, ys = (pad(f, (0, num_blocks * BLOCK - size), value=math.inf) for f in (xs, ys))
+        blocks = count[:num_blocks, None]
+        members = [distance(blocks * BLOCK + i, xs[:, i::BLOCK, None], ys[:, i::BLOCK, None]) for i in range(BLOCK)]
+        best = functools.reduce(torch.minimum, members)  # [B, A / BLOCK, A]
+        chosen = (_smallest(_keys(best, blocks), num) & 0xFFFFFFFF).int()
+        ids = (chosen[:, None] * BLOCK + count[:BLOCK, None, None]).flatten(1, 2)  # [B, BLOCK K, A]
+        index = ids.flatten(1).long()
+        found = distance(ids, *(f.gather(1, index).view(ids.shape) for f in (xs, ys)))
+    keys = _smallest(_keys(found, ids), num)
+    there = keys < NOBODY
+    return torch.where(there, keys & 0xFFFFFFFF, 0).transpose(1, 2), there.transpose(1, 2)
+
+
+def _keys(distance: Tensor, ids: Tensor) -> Tensor:
+    return (distance.view(torch.int32).long() << 32) | ids
+
+
+def _smallest(keys: Tensor, num: int) -> Tensor:
+    """The `num` smallest along axis 1, in order; no two keys are equal. A pass for each of a few vectorises."""
+    if num > MAX_PASSES:
+        return keys.topk(num, 1, largest=False).values
+    found = [keys.amin(1)]
+    for _ in range(num - 1):
+        found.append(torch.where(keys > found[-1][:, None], keys, 2**63 - 1).amin(1))
+    return torch.stack(found, 1)
 
 
 def _distance(dx: Tensor, dy: Tensor) -> Tensor:
     """Euclid's, float32. Agents along a side are often equally far but for the last bit: every step is rounded alike.
 
-    Squares are exact in float64; rounding them keeps compilers for GPUs from fusing one of them with the sum.
+    The clamp, which changes nothing but infinity, keeps compilers from fusing a square with the sum.
     """
-    x, y = ((d.double() * d.double()).float() for d in (dx, dy))
+    x, y = ((d * d).clamp(max=LARGEST) for d in (dx, dy))
     return (x + y).sqrt()
 
 

@@ -13,6 +13,7 @@ from torchpod import random
 from torchpod.env import TensorEnv
 from torchpod.envs.arguments import at_least, number, one_of, true_or_false
 from torchpod.specs import Box, Discrete, EnvSpec
+from torchpod.types import Tree
 
 STARTS = ("center", "scattered", "uniform")
 
@@ -37,6 +38,8 @@ class TagGridWorld(TensorEnv):
     Observation, full: `[4 A + 1]`, the x of all A agents, their y, who is the runner, who one is oneself, the time.
     Partial: `[6]`, one's own x and y, those of the runner (for taggers) or of the nearest tagger (for the runner; of
     equally near ones the first), whether one is the runner, the time. Positions are in board lengths, time in episodes.
+
+    Reports `episode_tag_rate`: the share of episodes that ended with the runner tagged.
 
     Args:
       num_taggers: in group `tagger`.
@@ -107,7 +110,7 @@ class TagGridWorld(TensorEnv):
         to_y = state.y + (chosen == 3).int() - (chosen == 4).int()
         x, y = to_x.clamp(0, self.grid_length), to_y.clamp(0, self.grid_length)
         wall = self.wall_hit_penalty * ((x != to_x) | (y != to_y)).float()
-        tagged = ((x[..., :n] == x[..., n:]) & (y[..., :n] == y[..., n:])).any(-1, keepdim=True)
+        tagged = self._tagged(x, y)
         tagger = torch.where(tagged, self.tag_reward_for_tagger, -self.step_cost_for_tagger) - wall[..., :n]
         runner = torch.where(tagged, -self.tag_penalty_for_runner, self.step_cost_for_tagger) - wall[..., n:]
         return TagGridWorldState(x, y, state.time + 1), {"tagger": tagger, "runner": runner}, tagged[..., 0]
@@ -125,9 +128,19 @@ class TagGridWorld(TensorEnv):
         else:
             dx, dy = (place[..., :n] - place[..., n:] for place in (state.x, state.y))
             nearest = (dx * dx + dy * dy).argmin(-1, keepdim=True)  # of equal ones the first
-            others = (torch.cat([p[..., n:].expand(*p.shape[:-1], n), p.gather(-1, nearest)], -1) for p in (x, y))
-            seen = torch.cat([torch.stack([x, y, *others, is_runner.expand_as(x)], -1), time], -1)
+            others = (torch.where(is_runner == 1, p.gather(-1, nearest), p[..., n:]) for p in (x, y))
+            # Agents last, and then turned: so the compiler vectorises.
+            seen = torch.stack([x, y, *others, is_runner.expand_as(x), time[..., 0]], -2).transpose(-1, -2)
         return {"tagger": seen[..., :n, :], "runner": seen[..., n:, :]}
+
+    def extras(self, state: TagGridWorldState) -> dict[str, Tree]:
+        """Of an episode, whether the runner was tagged: 1 or 0."""
+        return {"episode": {"tag_rate": self._tagged(state.x, state.y)[..., 0].float()}}
+
+    def _tagged(self, x: Tensor, y: Tensor) -> Tensor:
+        """`[B, 1]` bool: a tagger is in the runner's cell."""
+        n = self.num_taggers
+        return ((x[..., :n] == x[..., n:]) & (y[..., :n] == y[..., n:])).any(-1, keepdim=True)
 
     def _is_runner(self, like: Tensor) -> Tensor:
         """`[A]` bool."""

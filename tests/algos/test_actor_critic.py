@@ -178,6 +178,9 @@ def test_impala_prepares_vtrace_of_the_policy_that_learns(seed, spec):
     torch.testing.assert_close(batch.steps["value_target"].double(), target, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(batch.steps["advantage"].double(), advantage, rtol=1e-4, atol=1e-4)
     assert torch.equal(batch.steps["weight"] == 0, trajectory.timestep.step_type[:-1] == LAST)
+    told = {"reward": t.reward[1:], "value": v[:-1], "value_target": target.numpy()}
+    for name, x in told.items():
+        np.testing.assert_allclose(batch.report[name].numpy(), x, rtol=1e-4, atol=1e-4)
     assert np.exp(arrays[0]).max() > 1.5 > 0.7 > np.exp(arrays[0]).min()  # both clips are at work
 
 

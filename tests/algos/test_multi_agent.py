@@ -11,9 +11,13 @@ from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.algos.multi_agent import IA2C, IPPO, MAPPO, IA2CConfig, IPPOConfig, MAPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin
+from torchpod.compile import Compiler
+from torchpod.config import load
 from torchpod.env import TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import Learner, LearnerConfig
+from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import check_agent, check_env
@@ -289,3 +293,86 @@ def test_policies_are_for_many_agents_and_need_their_own_values():
     assert {f.name for f in dataclasses.fields(IPPOConfig)} - {"policies"} == {
         f.name for f in dataclasses.fields(PPOConfig)
     }
+
+
+def a2c_loss(reward, discount, last, value, bootstrap, logits, action, weight, *, entropy_coefficient):
+    """`mean(-log pi A) + mean((R - V)^2) - c_e mean H` of an unroll `[T, B, N]`, in plain NumPy.
+
+    R is the discounted sum of rewards up to the end of the episode or unroll, and from there on V of the state behind.
+    Of actions `[T, B, N, H]` there are H choices, each with its logits.
+    """
+    length, total = len(reward), np.zeros_like(reward)
+    behind = bootstrap
+    for t in reversed(range(length)):
+        # where the time limit ends an episode, V of its last state stands for what would have followed
+        behind = np.where(last[t][:, None], value[t + 1] if t + 1 < length else bootstrap, behind)
+        total[t] = behind = reward[t] + 0.98 * discount[t] * behind
+    log_prob, entropy = np.zeros_like(reward), np.zeros_like(reward)
+    for h, x in enumerate(logits):
+        p = np.exp(x - x.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        log_prob += np.log(np.take_along_axis(p, action[..., h, None], -1)[..., 0])
+        entropy -= (p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+    rows = -log_prob * (total - value) + (total - value) ** 2 - entropy_coefficient * entropy
+    return (rows * weight).sum() / weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "policies"),
+    [
+        ("ia2c_tag_gridworld", ("env.grid_length=6",), {"everybody": (["tagger", "runner"], 0.05)}),
+        (
+            "ia2c_tag_continuous",
+            ("env.num_taggers=3", "env.num_runners=5", "env.num_other_agents_observed=4", "env.tagging_distance=0.2"),
+            {"tagger": (["tagger"], 0.05), "runner": (["runner"], 0.05)},
+        ),
+        ("ia2c_covid_economy", (), {"governor": (["governor"], 0.05), "planner": (["planner"], 0.5)}),
+    ],
+)
+def test_the_loss_with_warpdrives_settings_is_the_one_that_their_files_state(seed, experiment, overrides, policies):
+    config = load([f"experiment={experiment}", "env.max_episode_steps=5", "algo.unroll_length=9", *overrides])
+    env = make_env(config.env)
+    anakin = Anakin(
+        make_agent(config.algo, env.spec),
+        env,
+        num_envs=3,
+        unroll_length=9,
+        learner=config.algo.learner,
+        num_iterations=9,
+        compiler=Compiler(False),
+    )
+    state = anakin.init(seed)
+    _, trajectory = anakin.rollout(state)
+    _, metrics = anakin.learner.update(state.learner, trajectory, state.learner_keys)
+    agent = make_agent(config.algo, env.spec)()
+    agent.load_state_dict(state.learner.params | state.learner.buffers)
+    t, expected = trajectory.timestep, {}
+    for name, (groups, coefficient) in policies.items():
+
+        def numbers(tree, groups=groups):
+            return np.concatenate([tree[g].detach().numpy() for g in groups], 2)
+
+        observation = [t.observation[g] for g in groups]
+        observation = pytree.tree_map(lambda *x: torch.cat(x, 2), *observation)
+        with torch.no_grad():
+            logits, value = agent.policies[name]._sequence(observation, torch.zeros(()), ())
+        weight = np.broadcast_to((t.step_type[:-1] != LAST).numpy()[..., None], value[:-1].shape)
+        if "alive" in t.extras:
+            weight = weight * numbers(t.extras["alive"])[:-1]
+        action = numbers(trajectory.output.action)
+        choices = env.spec.action[groups[0]]
+        sizes = choices.nvec if isinstance(choices, MultiDiscrete) else (choices.num_values,)
+        expected[name] = a2c_loss(
+            numbers(t.reward)[1:].astype(np.float64),
+            numbers(t.discount)[1:],
+            (t.step_type[1:] == LAST).numpy(),
+            value[:-1].numpy(),
+            value[-1].numpy(),
+            [x.double().numpy() for x in logits[:-1].split(sizes, -1)],
+            action.reshape(*value[:-1].shape, len(sizes)),
+            weight,
+            entropy_coefficient=coefficient,
+        )
+    assert (t.step_type == LAST).any()
+    for name, loss in expected.items():
+        np.testing.assert_allclose(metrics[name], loss, rtol=2e-4)

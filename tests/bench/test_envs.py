@@ -63,7 +63,7 @@ def test_one_row_alone(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--only y is no row of envs"):
         run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="y")
     with pytest.raises(
-        ValueError, match="for the suites anakin, brax, envs, gpu, losses and replay; reuse is run whole"
+        ValueError, match="for the suites anakin, brax, envs, gpu, losses, multiagent and replay; reuse is run whole"
     ):
         bench.main(["reuse", "--only", "x"])
 
@@ -90,7 +90,7 @@ def test_the_worker_counts_transitions_and_no_resets():
 
 def test_every_environment_has_a_row():
     names = [case.name for case in CASES] + list(envs.ALONE)
-    tensor = [name for name in MAKERS if name not in ("brax", "envpool", "gymnasium")]
+    tensor = [name for name in MAKERS if name not in ("brax", "envpool", "gymnasium", "pettingzoo")]
     assert sorted(names) == sorted(tensor)
 
 

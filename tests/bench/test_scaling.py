@@ -106,9 +106,10 @@ def test_two_real_ranks_count_their_steps_and_sums():
     assert done.returncode == 0, done.stderr
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("{"))
     found = json.loads(line)
-    assert (found["ranks"], found["num_envs"], found["sums_per_iteration"]) == (2, 8, 21)
+    assert (found["ranks"], found["num_envs"], found["sums_per_iteration"]) == (2, 8, 22)
     assert all(0.9 * 1024 < steps <= 1024 for steps in found["env_steps"])  # of both ranks; some steps are resets
-    # 16 gradients with 6 metrics, in whole cache lines; 4 moments of 4 minibatches; the sums of episodes
+    # 16 gradients with 6 metrics, in whole cache lines; 4 moments of 4 minibatches; the sums of episodes; and of the
+    # metrics before learning 6 sums, and 2 extremes of either rank
     networks = [[4 * 64, 64, 64 * 64, 64, 64 * outputs, 16] for outputs in (2, 1)]
-    assert found["bytes_per_iteration"] == 16 * 4 * (sum(map(sum, networks)) + 16) + 4 * 8 * 4 * 3 + 4 * 8
+    assert found["bytes_per_iteration"] == 16 * 4 * (sum(map(sum, networks)) + 16) + 4 * 8 * 4 * 3 + 4 * 8 + 10 * 8
     assert 0.0 < found["share_in_sums"] < 1.0 and all(seconds > 0.0 for seconds in found["alone"].values())

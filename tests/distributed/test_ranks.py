@@ -51,7 +51,8 @@ def our_lines(text: str) -> list[str]:
 
 
 NORMALISED = ("algo.agent.normalize_observation=true", "algo.agent.normalize_reward=true")
-MLP = ("experiment=cartpole", "env.max_episode_steps=30", *NORMALISED)
+SCHEDULES = "algo.learner.schedules={entropy_coefficient:[[0,0.05],[3000,0]],learning_rate:[[1000,3e-3],[4000,1e-4]]}"
+MLP = ("experiment=cartpole", "env.max_episode_steps=30", *NORMALISED, SCHEDULES)
 GRU = ("experiment=memory_chain", "env.memory_length=5", "algo.agent.recurrent=8")
 
 

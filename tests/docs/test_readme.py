@@ -95,4 +95,6 @@ def test_commands_of_the_pages_run(command, folder):
     words = shlex.split(command.replace("<run>", done.name).replace("RUN...", str(done)).replace("RUN", str(done)))
     trains = "train" in words and not any(word.startswith("resume=") for word in words)
     replays = ["algo.replay.min_size=1"] if "experiment=sac_pendulum" in words else []
-    assert run(folder, [*words, *([*SMALL, *replays] if trains else [])])
+    once = ["algo.learner.num_minibatches=1", "--max-envs", "8", "--seconds", "0.05"]
+    measures = once if "autoscale" in words else []
+    assert run(folder, [*words, *([*SMALL, *replays] if trains or measures else []), *measures])

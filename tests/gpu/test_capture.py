@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.interop.test_torchrl import reading_agent
 from torchpod.algos.dqn import DQN, DQNConfig
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin, train
@@ -137,11 +138,11 @@ def test_the_suite_runs_on_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-@pytest.mark.parametrize(("loss", "captured"), [("ClipPPOLoss", True), ("KLPENPPOLoss", False)])
+@pytest.mark.parametrize(("loss", "captured"), [("ClipPPOLoss", True), ("KLPENPPOLoss", True), (None, False)])
 def test_a_loss_of_torchrl_is_captured_unless_it_falls_back(loss, captured):
     env = CartPole()
     anakin = Anakin(
-        lambda: torchrl_agent(env.spec, TorchRLConfig(loss)),
+        lambda: torchrl_agent(env.spec, TorchRLConfig(loss)) if loss else reading_agent(),
         env,
         num_envs=16,
         unroll_length=8,

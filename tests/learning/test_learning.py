@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 from scipy.linalg import solve_discrete_are
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import bind
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.anakin import Anakin, train
+from torchpod.anakin import Anakin, RunState, train
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.point_mass import PointMass
-from torchpod.evaluate import evaluate
+from torchpod.evaluate import Evaluation, evaluate
 from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import start
@@ -26,8 +27,8 @@ from torchpod.run import execute
 from torchpod.testing.probes import LADDER
 
 
-def final_returns(*overrides: str) -> torch.Tensor:
-    """Trains an experiment and returns the mean greedy return of each member over 100 fresh episodes, `[P]`."""
+def made(*overrides: str) -> tuple[Anakin, RunState]:
+    """An experiment before its first iteration."""
     config = load(list(overrides))
     env = make_env(config.env)
     compiler = Compiler(config.compile, config.population)
@@ -41,18 +42,29 @@ def final_returns(*overrides: str) -> torch.Tensor:
         compiler=compiler,
         replay=config.algo.replay,
     )
-    *_, (_, program) = train(anakin, anakin.init(config.seed), iterations_per_call=8)
-    learner = program.state.learner
+    return anakin, anakin.init(config.seed)
+
+
+def played(anakin: Anakin, state: RunState, explore: bool = False) -> Evaluation:
+    """100 fresh episodes of each member, `[P, 100]`."""
     score = evaluate(
         anakin.agent,
-        env,
-        learner.params | learner.buffers,
+        anakin.env,
+        state.learner.params | state.learner.buffers,
         random.key(1234),
         num_episodes=100,
-        compiler=Compiler(False, config.population),
+        compiler=Compiler(False, anakin.population),
+        explore=explore,
     )
     assert score.finished.all()
-    returns = score.returns.reshape(config.population, -1).mean(-1)
+    return pytree.tree_map(lambda x: x.reshape(anakin.population, -1), score)
+
+
+def final_returns(*overrides: str) -> torch.Tensor:
+    """Trains an experiment and returns the mean greedy return of each member over 100 fresh episodes, `[P]`."""
+    anakin, state = made(*overrides)
+    *_, (_, program) = train(anakin, state, iterations_per_call=8)
+    returns = played(anakin, program.state).returns.mean(-1)
     print(f"{' '.join(overrides)}: {returns.tolist()}")
     return returns
 
@@ -76,6 +88,23 @@ def test_ppo_catches_with_every_seed():
 @pytest.mark.parametrize("experiment", [pytest.param("a2c_catch", marks=pytest.mark.slow), "impala_catch"])
 def test_a2c_and_impala_catch_with_every_seed(experiment):
     assert (final_returns(f"experiment={experiment}", "population=3") >= 0.95).all()
+
+
+def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
+    """On a smaller board than the experiment's, uncompiled. Actions are drawn: greedy, the runner does one thing."""
+    board = ("env.grid_length=10", "env.num_taggers=2", "env.max_episode_steps=50", "num_envs=64")
+    learning = ("algo.unroll_length=50", "algo.agent.hidden=[32,32]", "algo.learner.learning_rate=2e-3")
+    run = ("total_env_steps=300_000", "population=3", "compile=false")
+    anakin, state = made("experiment=ippo_tag_gridworld", *board, *learning, *run)
+
+    def tag_rate(state: RunState) -> torch.Tensor:
+        return (played(anakin, state, explore=True).lengths < 50).float().mean(-1)
+
+    before = tag_rate(state)
+    *_, (_, program) = train(anakin, state, iterations_per_call=8)
+    after = tag_rate(program.state)
+    print(f"tag rates {before.tolist()}, trained {after.tolist()}")
+    assert (before < 0.6).all() and (after >= 0.9).all()
 
 
 def regulator_return(env: PointMass | Pendulum, a: list, b: list, force_cost: float) -> float:

@@ -28,6 +28,15 @@ class Silent(DQN):
         return LossOutput(*super().loss(batch, keys, target)[:2])
 
 
+class Acting(DQN):
+    """Says with what it acts."""
+
+    def act(self, timestep, state, keys, explore=True):
+        output, state = super().act(timestep, state, keys, explore)
+        told = {"epsilon": self.epsilon, "remaining": self.remaining}
+        return output._replace(extras={k: x.expand_as(output.action) for k, x in told.items()}), state
+
+
 class Telling(DQN):
     """Says with what `remaining` it prepared and learned."""
 
@@ -116,7 +125,7 @@ def test_what_falls_over_the_run_falls_while_it_learns(seed):
     anakin = make(min_size=240, num_iterations=30)
     *_, (_, state) = run(anakin, anakin.init(seed))
     assert state.learner.num_steps == 21 * M
-    assert anakin.learner.acting(state.learner)["remaining"] == 0
+    assert anakin.learner.acting(state.learner, state.iteration)["remaining"] == 0
 
 
 def test_as_many_priorities_as_windows_are_wanted(seed):
@@ -140,7 +149,7 @@ def by_hand(anakin, state, trajectory, keys):
     beta = 1 - 0.6 * anakin.learner.remaining(state.learner.num_steps)
     key = random.advance(keys[0], 1)
     sample = replay.buffer.sample(replay.buffer.storage, priorities, state.iteration, beta, M * R, key)
-    batch = bind(anakin.agent, anakin.learner.acting(state.learner)).prepare(sample.trajectory, keys)
+    batch = bind(anakin.agent, anakin.learner.acting(state.learner, state.iteration)).prepare(sample.trajectory, keys)
     rows = pytree.tree_map(lambda x: x[0], batch.steps)
     minibatches = [pytree.tree_map(lambda x, m=m: x[m::M], rows) for m in range(M)]
     return inserted, sample, minibatches
@@ -196,7 +205,8 @@ def test_rows_count_as_much_as_their_importance_weights_say(seed):
     weight = weight / weight.sum()
     assert weight.max() > 1.2 * weight.min()
     rows = pytree.tree_map(
-        lambda x: x[0], bind(agent, learner.acting(state.learner)).prepare(sample.trajectory, keys).steps
+        lambda x: x[0],
+        bind(agent, learner.acting(state.learner, state.iteration)).prepare(sample.trajectory, keys).steps,
     )
 
     def gradient(weight):
@@ -278,7 +288,7 @@ def test_what_is_random_becomes_less_during_the_run(seed):
     anakin = make(agent={"epsilon": 0.0, "exploration_fraction": 0.5}, num_iterations=40)
     remaining = []
     for _, state in run(anakin, anakin.init(seed)):
-        acting = anakin.learner.acting(state.learner)
+        acting = anakin.learner.acting(state.learner, state.iteration)
         remaining.append(acting["remaining"].item())
         assert state.learner.buffers["remaining"] == 1
         greedy = 0.0
@@ -294,6 +304,23 @@ def test_what_is_random_becomes_less_during_the_run(seed):
     assert all(a > b for a, b in zip(remaining[:-1], remaining[1:], strict=True))
     assert remaining[0] == pytest.approx(1 - 1 / (40 - replay_of(anakin).buffer.fill_iterations))
     assert remaining[-1] < 0.1
+
+
+@pytest.mark.parametrize(("compile", "population"), [(False, 1), (False, 2), (True, 1)])
+def test_schedules_begin_with_the_steps_that_only_fill_it(seed, compile, population):
+    """After 0 steps, and not with what the filling ends with; what falls while it learns stays what it is."""
+    points = ((0.0, 1.0), (10.0 * B * T, 0.0))
+    anakin = make(cls=Acting, learner={"schedules": {"epsilon": points}}, compile=compile, population=population)
+    run(anakin, anakin.init(seed), until=8)
+    buffer = replay_of(anakin).buffer
+    told = buffer.storage["output"]["extras"]
+    assert buffer.fill_iterations == 4
+    for name, want in (
+        ("epsilon", [1 - i / 10 for i in range(8)]),
+        ("remaining", [*[1.0] * 4, *(1 - i / 16 for i in range(4))]),
+    ):
+        found = told[name].movedim(buffer.axis, 0)[: 8 * T].reshape(8, -1)
+        torch.testing.assert_close(found, torch.tensor(want)[:, None].expand_as(found))
 
 
 def test_several_iterations_per_call_are_as_many_single_ones(seed):

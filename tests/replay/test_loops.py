@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,30 @@ def test_in_lockstep_sebulba_equals_anakin_to_the_bit(seed, host):
     for a, b in zip(history, expected, strict=True):
         for name, value in b.items():
             assert torch.equal(a[name], value) or (a[name].isnan() and value.isnan())
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_actors_follow_schedules_while_it_fills(seed, lag):
+    """Unroll n acts with what was to be acted with after n - lag."""
+
+    class Acting(DQN):
+        def act(self, timestep, state, keys, explore=True):
+            output, state = super().act(timestep, state, keys, explore)
+            return output._replace(extras={"epsilon": self.epsilon.expand_as(output.action)}), state
+
+    env = CartPole(max_episode_steps=7)
+    schedules = {"epsilon": ((0.0, 1.0), (10.0 * STEPS, 0.0))}
+    sebulba = Sebulba(
+        lambda: Acting(env.spec, DQNConfig(hidden=(8,), n_step=2)),
+        lambda: copy.copy(env),
+        config=SebulbaConfig(num_actor_threads=0, lag=lag),
+        **settings(env) | {"learner": replace(LEARNER, schedules=schedules)},
+    )
+    last_of(train(sebulba, sebulba.init(seed), until=6))
+    assert sebulba.replay and sebulba.replay.buffer.fill_iterations >= 1
+    told = sebulba.replay.buffer.storage["output"]["extras"]["epsilon"][: 6 * T].reshape(6, -1)
+    want = torch.tensor([1 - max(0, i - lag) / 10 for i in range(6)])
+    torch.testing.assert_close(told, want[:, None].expand_as(told))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

@@ -8,7 +8,7 @@ import torch
 
 from torchpod import random
 from torchpod.env import HostEnv, TensorEnv
-from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, Traits
+from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, MultiDiscrete, Traits
 from torchpod.testing import ContractError, check_env, probes
 from torchpod.types import FIRST, LAST, MID
 
@@ -397,6 +397,37 @@ def broken_squad(change):
 def test_a_broken_group_is_named(change, rule):
     with pytest.raises(ContractError, match=re.escape(rule)):
         check_env(broken_squad(change), compile=False)
+
+
+class Pairs(Squad):
+    """Every scout makes two choices of two values each; `mask` says which."""
+
+    def __init__(self, mask, scouts):
+        super().__init__()
+        self.mask = torch.tensor(mask, dtype=torch.bool)
+        self.spec = dataclasses.replace(self.spec, action={**self.spec.action, "scouts": scouts})
+
+    def transition(self, state, action, keys):
+        return super().transition(state, {**action, "scouts": action["scouts"].sum(-1)}, keys)
+
+    def observe(self, state):
+        observation = super().observe(state)
+        mask = self.mask.to(state.device).expand(*state.shape[:2], -1)
+        return {**observation, "scouts": {**observation["scouts"], "action_mask": mask}}
+
+
+@pytest.mark.parametrize(
+    ("mask", "action", "rule"),
+    [
+        ([1, 1, 0, 0], MultiDiscrete((2, 2)), "must allow at least one action of choice 1 in every row."),
+        ([0, 0, 1, 1], MultiDiscrete((2, 2)), "must allow at least one action of choice 0 in every row."),
+        ([1, 1, 0, 1], Box((2,)), "needs a Discrete or MultiDiscrete action; the spec has Box"),
+    ],
+)
+def test_a_mask_of_several_choices_allows_something_in_each(mask, action, rule):
+    check_env(Pairs([1, 1, 0, 1], MultiDiscrete((2, 2))), compile=False)
+    with pytest.raises(ContractError, match=re.escape(f"observation['scouts']['action_mask'] {rule}")):
+        check_env(Pairs(mask, action), compile=False)
 
 
 def test_rewards_of_groups_need_every_group():

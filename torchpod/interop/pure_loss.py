@@ -19,7 +19,11 @@ from tensordict import NestedKey, TensorDict
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torchrl.modules.value_norm import ValueNorm
 from torchrl.objectives import LossModule
+
+from torchpod.interop.both_ways import both_ways
+from torchpod.interop.keyed import Keyed
 
 Tensors = Mapping[str, Tensor]
 
@@ -39,9 +43,11 @@ class PureLoss:
     params: dict[str, nn.Parameter]
     """What it learns, by names such as `actor_network.module.0.weight` and `log_alpha`."""
     buffers: dict[str, Tensor]
-    """Coefficients, and what else of its networks is not learned."""
+    """Coefficients, what else of its networks is not learned, and running statistics of values, scalars `[]`."""
     delayed: tuple[str, ...]
     """The networks that it has targets for."""
+    has_statistics: bool
+    """Whether it has running statistics of value targets."""
 
     def __init__(self, loss: LossModule, adaptive: Sequence[str] = ()) -> None:
         self.loss, self._adaptive = loss, tuple(adaptive)
@@ -77,6 +83,14 @@ class PureLoss:
         self._coefficients = tuple(coefficients)
         self._truths = {name: bool(x) for name, x in coefficients.items() if x.numel() == 1}
         self.buffers |= coefficients
+        norms = {name: child for name, child in loss.named_children() if isinstance(child, ValueNorm)}
+        running = {f"{name}.{k}": (norm, k, x) for name, norm in norms.items() for k, x in norm.state_dict().items()}
+        self._running = {name: (cast(Any, norm)._buffers, k, x.shape) for name, (norm, k, x) in running.items()}
+        for name, (_, _, x) in running.items():
+            if x.numel() != 1:
+                raise ValueError(f"{name} of {type(loss).__name__} has shape {list(x.shape)}; make it with shape=1.")
+            self.buffers[name] = x.reshape(())
+        self.has_statistics = bool(running)
 
     def names_in(self, module: nn.Module, what: str) -> dict[str, str]:
         """For each parameter and buffer of a network, or of something around it, its name here.
@@ -101,7 +115,7 @@ class PureLoss:
         return names
 
     def __call__(
-        self, params: Tensors, buffers: Tensors, targets: Tensors, data: TensorDict
+        self, params: Tensors, buffers: Tensors, targets: Tensors, data: TensorDict, keys: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What the loss says of the data, with these in place of its own.
 
@@ -109,18 +123,35 @@ class PureLoss:
           params: by the names of `params`.
           buffers: by the names of `buffers`.
           targets: the parameters of the target networks, by the names of `params`; empty if there are none.
-          data: `[R]` rows with the keys that the loss reads.
+          data: `[R]` rows with the keys that the loss reads; it may write more.
+          keys: `[3]`, what it draws with (keyed.py).
 
         Returns:
-          Its results by name, and the coefficients in `adaptive` as they are afterwards.
+          Its results by name, and the coefficients in `adaptive`, and running statistics, as they are afterwards.
         """
-        with TORCHRL, self._with(params, buffers, targets) as own, _told_that_it_is_traced(), _Calls(own, self._truths):
-            out = self.loss(data)
-            changed = [name for name in self._coefficients if own[name] is not buffers[name]]
-            adapted = {name: own[name] for name in self._adaptive}
-        if not adapted.keys() >= set(changed):
-            raise ValueError(f"{type(self.loss).__name__} changes {changed} while it runs; name them in adaptive=...")
-        return {_joined(key): x for key, x in out.items(True, True)}, adapted
+        loss = self.loss
+
+        def once() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[NestedKey, Tensor]]:
+            own = loss._buffers
+            own |= {name: cast(Any, buffers[name]) for name in self._coefficients}
+            for name, (norm, k, shape) in self._running.items():
+                norm[k] = buffers[name].reshape(shape).clone()  # it writes to it
+            rows = data.copy()
+            with self._taking_back(), Keyed(keys), _Calls(cast(Any, own), self._truths):
+                out = loss(rows)
+            changed = {name for name in self._coefficients if own[name] is not buffers[name]}
+            if not changed <= set(self._adaptive):
+                raise ValueError(f"{type(loss).__name__} changes {changed} while it runs; name them in adaptive=...")
+            adapted = {name: cast(Tensor, own[name]) for name in self._adaptive}
+            adapted |= {name: norm[k].reshape(()) for name, (norm, k, _) in self._running.items()}
+            written = {cast(NestedKey, k): x for k, x in rows.items(True, True) if x is not data.get(k, None)}
+            return {_joined(key): x for key, x in out.items(True, True)}, adapted, written
+
+        with TORCHRL, self._with(params, buffers, targets), _told_that_it_is_traced():
+            out, adapted, written = both_ways(once) if torch.compiler.is_compiling() else once()
+        for key, x in written.items():
+            data.set(key, x)
+        return out, adapted
 
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:
         for name, (_, leaves) in self._held.items():
@@ -129,8 +160,8 @@ class PureLoss:
                     yield f"{_net(name)}.{_joined(key)}", leaf
 
     @contextlib.contextmanager
-    def _with(self, params: Tensors, buffers: Tensors, targets: Tensors) -> Iterator[dict[str, Tensor]]:
-        """Yields the coefficients as the loss has them."""
+    def _with(self, params: Tensors, buffers: Tensors, targets: Tensors) -> Iterator[None]:
+        """A context in which the loss has these."""
 
         def value(name: str, source: Tensors, like: Tensor) -> Tensor:
             if name in self.params:
@@ -149,22 +180,29 @@ class PureLoss:
 
         loss = cast(Any, self.loss)
         before = dict(loss._modules), dict(loss._parameters), dict(loss._buffers)
-        # A TensorDict that lends its tensors to a module does not take them back when an error passes.
-        networks = [part for net in loss.__dict__.values() if isinstance(net, nn.Module) for part in net.modules()]
-        lent = [(part, dict(part._parameters), dict(part._buffers)) for part in networks]
+        running = [(norm, k, norm[k]) for norm, k, _ in self._running.values()]
         loss._modules |= {name: tree(name) for name in self._held}
         loss._parameters |= {name: params[name] for name in self._own}
-        loss._buffers |= {name: buffers[name] for name in self._coefficients}
         loss._erase_cache()
         try:
-            yield loss._buffers
+            yield
+        finally:
+            loss._modules, loss._parameters, loss._buffers = before
+            for norm, k, x in running:
+                norm[k] = x
+            loss._erase_cache()
+
+    @contextlib.contextmanager
+    def _taking_back(self) -> Iterator[None]:
+        """A TensorDict that lends its tensors to a module does not take them back when an error passes."""
+        networks = [x for net in self.loss.__dict__.values() if isinstance(net, nn.Module) for x in net.modules()]
+        lent = [(part, dict(part._parameters), dict(part._buffers)) for part in networks]
+        try:
+            yield
         except BaseException:
             for part, own_parameters, own_buffers in lent:
                 part._parameters, part._buffers = own_parameters, own_buffers
             raise
-        finally:
-            loss._modules, loss._parameters, loss._buffers = before
-            loss._erase_cache()
 
 
 def _net(name: str) -> str:
@@ -198,6 +236,11 @@ class _Calls(TorchFunctionMode):
         if func == _SET_DATA:
             self._buffers |= {name: args[1] for name, x in self._buffers.items() if x is args[0]}
             return None
+        if func is Tensor.__setitem__ and isinstance(args[1], Tensor) and isinstance(args[2], int | float):
+            x, mask, value = args
+            if mask.dtype == torch.bool and mask.shape == x.shape:  # which vmap knows by this name alone
+                x.masked_fill_(mask, value)
+                return None
         if func is Tensor.__bool__:
             for name, truth in self._truths.items():
                 if self._buffers[name] is args[0]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules.value_norm import ValueNorm
 from torchrl.objectives import KLPENPPOLoss, LossModule
 
 from torchpod import random
@@ -32,7 +33,7 @@ from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
 from torchpod.ops.exploration import falling
 from torchpod.ops.returns import gae
-from torchpod.specs import Box, Discrete, EnvSpec
+from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 # Of tensordict, about an option of torch that it reads.
@@ -93,11 +94,16 @@ class LossAgent(Agent):
     ) -> None:
         super().__init__()
         if spec.groups is not None:
-            raise ValueError(f"LossAgent trains one agent, and {spec.name} has the groups {sorted(spec.groups)}.")
+            raise ValueError(
+                f"LossAgent trains one agent, and {spec.name} has the groups {sorted(spec.groups)}; make one per "
+                "policy (docs/torchrl-losses.md)."
+            )
         self._spec, self._name = spec, type(loss).__name__
         self._groups = dict(groups or {"loss": ("",)})
-        if not isinstance(spec.action, Discrete | Box):
-            raise ValueError(f"LossAgent needs one Discrete or Box action, and {spec.name} has {spec.action}.")
+        if not isinstance(spec.action, Discrete | MultiDiscrete | Box):
+            raise ValueError(
+                f"LossAgent needs one Discrete, MultiDiscrete or Box action, and {spec.name} has {spec.action}."
+            )
         critic = loss.__dict__.get("critic_network")
         self._on_policy = critic is not None
         self.replayed = 0 if self._on_policy else 1
@@ -149,6 +155,8 @@ class LossAgent(Agent):
         own.reduction = "none"
         if getattr(own, "functional", True) is False or getattr(own, "advantage_norm", None) is not None:
             raise ValueError(f"{self._name} must be made with functional=True and without advantage_norm.")
+        if hasattr(own, "log_explained_variance"):
+            own.log_explained_variance = False  # that of measures.py leaves resets out
         own._has_update_associated.update(dict.fromkeys(own._has_update_associated, True))  # the learner's
         if getattr(own, "normalize_advantage", False):
             own.normalize_advantage, self.standardise = False, ("advantage",)
@@ -202,7 +210,7 @@ class LossAgent(Agent):
                 f"the actor's action has shape {tuple(action.shape[1:])}, and {self._spec.name} takes "
                 f"{tuple(expected[1:])} ({self._spec.action})."
             )
-        if not one_hot and isinstance(self._spec.action, Discrete) == action.is_floating_point():
+        if not one_hot and isinstance(self._spec.action, Discrete | MultiDiscrete) == action.is_floating_point():
             raise ValueError(f"the actor's action is {action.dtype}, and {self._spec.name} takes {self._spec.action}.")
         self._one_hot = action.dtype if one_hot else None
         wanted = set(getattr(loss, "in_keys", ()))
@@ -249,15 +257,17 @@ class LossAgent(Agent):
     def _check_loss(self, loss: LossModule, example: TensorDict) -> None:
         """Runs the loss once: whether it can use what it will get, and so that it makes all that it makes lazily."""
         data, rows = self._renamed(example, loss.tensor_keys), example.shape[0]
-        before = {name: x.clone() for name, x in loss._buffers.items() if x is not None}
+        owners = [loss, *(child for child in loss.children() if isinstance(child, ValueNorm))]
+        before = [{name: x.clone() for name, x in owner._buffers.items() if x is not None} for owner in owners]
         try:
             with Keyed(random.key(0)), NothingElseDraws():
                 out = loss(data.clone())
-            loss._buffers |= before  # an adaptive coefficient has moved
-        except NotImplementedError:
-            raise
+            for owner, own in zip(owners, before, strict=True):  # an adaptive coefficient has moved
+                owner._buffers |= own
         except Exception as error:
-            told = str(error).strip().split("\n")[0]
+            if isinstance(error, NotImplementedError) and str(error):
+                raise
+            told = str(error).strip().split("\n")[0] or type(error).__name__
             raise ValueError(
                 f"{self._name} cannot use what {self._spec.name} and its actor give, "
                 f"{ {_dotted(k): list(x.shape[1:]) for k, x in data.items(True, True)} } per row: {told}"
@@ -280,12 +290,11 @@ class LossAgent(Agent):
         params = {name: x.detach() for name, x in own.items() if name in self._pure.params}
 
         def total(params: dict[str, Tensor]) -> Tensor:
-            out, _ = self._pure(params, own, params, data.clone())
+            out, _ = self._pure(params, own, params, data.clone(), random.key(0))
             return torch.stack([x.mean() for name, x in out.items() if name.startswith("loss")]).sum()
 
         try:
-            with Keyed(random.key(0)):
-                torch.func.grad(total)(params)
+            torch.func.grad(total)(params)
         except Exception as error:
             told = str(error).strip().split("\n")[0]
             raise ValueError(
@@ -356,8 +365,9 @@ class LossAgent(Agent):
         advantage = gae(
             t.reward[1:], t.discount[1:] * self.discount, last[1:], value[:-1], value[1:], lambda_=self.gae_lambda
         )
-        steps |= {"advantage": advantage, "value_target": advantage + value[:-1], "state_value": value[:-1]}
-        return Batch(steps)
+        target = advantage + value[:-1]
+        steps |= {"advantage": advantage, "value_target": target, "state_value": value[:-1]}
+        return Batch(steps, report={"reward": t.reward[1:], "value": value[:-1], "value_target": target})
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """The sum of the loss's terms, each a weighted sum over rows."""
@@ -366,6 +376,8 @@ class LossAgent(Agent):
         if self._one_hot is not None:
             index = torch.arange(self._spec.action.num_values, device=weight.device)
             steps["action"] = (steps["action"].unsqueeze(-1) == index).to(self._one_hot)
+        if self._pure.has_statistics:
+            steps["value_target"] = _of_rows_that_count(steps["value_target"], weight)
         columns = {name: steps[name].unsqueeze(-1) for name in _COLUMNS if name in steps}
         if "next" in steps:
             following = steps["next"]
@@ -374,8 +386,7 @@ class LossAgent(Agent):
             }
         data = self._renamed(TensorDict(steps | columns, batch_size=weight.shape), self._keys)
         own = self.variables()
-        with Keyed(keys):
-            out, changed = self._pure(own, own, target("variables") if target else {}, data)
+        out, changed = self._pure(own, own, target("variables") if target else {}, data, keys)
         priority = data.get(getattr(self._keys, "priority", "td_error"), None)
         if priority is not None:  # of an ensemble the largest
             priority = priority.detach().abs().reshape(-1, weight.shape[0]).amax(0)
@@ -391,7 +402,8 @@ class LossAgent(Agent):
         sums = {name: total(x) for name, x in out.items()}
         loss = torch.stack([x for name, x in sums.items() if name.startswith("loss")]).sum()
         metrics = {name: x.detach() for name, x in sums.items() if name not in self._groups}
-        return LossOutput(dict.fromkeys(self._groups, loss), metrics, priority, changed)
+        losses = loss if [*self._groups] == ["loss"] else dict.fromkeys(self._groups, loss)
+        return LossOutput(losses, metrics, priority, changed)
 
     @staticmethod
     def _renamed(data: TensorDict, keys: Any) -> TensorDict:
@@ -412,6 +424,15 @@ class LossAgent(Agent):
 _COLUMNS = ("advantage", "value_target", "state_value")
 _EXAMPLE_ROWS = 13
 """A number that no axis of a network has by accident."""
+
+
+def _of_rows_that_count(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows `[R]`; those of weight 0 become copies of others, of each as many up to one: statistics are of those."""
+    counts = weight > 0
+    order = counts.to(torch.uint8).argsort(descending=True, stable=True)  # those that count, then the others
+    copies = (~counts).cumsum(0) - 1
+    source = copies.clamp(min=0) * counts.sum() // (~counts).sum().clamp(min=1)
+    return torch.where(counts, x, x[order[source]])
 
 
 def _has_rows(x: Tensor, size: int) -> bool:

@@ -50,7 +50,7 @@ def draw_pictures(folder: Path) -> list[Path]:
         env = maker()
         keys = random.key(0)[None]
         state, timestep = env.init(keys)
-        count, reward, total = 0, 0.0, 0.0
+        count, reward, total, states = 0, 0.0, 0.0, [state]
         for i in range(1, MOMENTS.get(name, 10) + 1):
             words = random.at(random.fold_in(keys, 1), torch.tensor(i))
             spec = env.spec.action
@@ -62,12 +62,14 @@ def draw_pictures(folder: Path) -> list[Path]:
                 action = random_action(env.spec, timestep.observation, words)
             state, timestep = env.step(state, action, random.at(keys, torch.tensor(i)))
             if timestep.step_type == 0:
-                count, total = 0, 0.0
+                count, total, states = 0, 0.0, [state]
             else:
-                count += 1
+                count, states = count + 1, [*states, state]
             reward = sum(float(leaf.mean()) for leaf in pytree.tree_leaves(timestep.reward))
             total += reward
-        frame = Image.fromarray(render(env, state, timestep, caption=describe(count, reward, total)))
+        history = pytree.tree_map(lambda *x: torch.stack(x), *states)
+        caption = describe(count, reward, total)
+        frame = Image.fromarray(render(env, state, timestep, caption=caption, history=history))
         files.append(folder / f"{name}.png")
         folder.mkdir(parents=True, exist_ok=True)
         frame.quantize(256, dither=Image.Dither.NONE).save(files[-1], optimize=True)

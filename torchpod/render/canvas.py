@@ -50,9 +50,11 @@ class Canvas:
                 self._draw.circle(_scaled((centre,))[0], r * _SCALE, fill)
 
     def line(self, points: Sequence[Point], colour: str, width: float = 2.0) -> None:
-        """Through all points, with round ends and joints."""
-        self._draw.line(_scaled(points), colour, round(width * _SCALE), joint="curve")
-        for point in (points[0], points[-1]):
+        """Through all points; from a width of a pixel on with round ends and joints."""
+        is_thin = width < 1
+        if len(points) > 1:
+            self._draw.line(_scaled(points), colour, round(width * _SCALE), joint=None if is_thin else "curve")
+        for point in () if is_thin else (points[0], points[-1]):
             self.circle(point, width / 2, colour)
 
     def polygon(self, points: Sequence[Point], colour: str) -> None:

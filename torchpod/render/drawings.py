@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import envs
 from torchpod.env import Env, TensorEnv
-from torchpod.envs.transforms import Transform
+from torchpod.envs.transforms import Transform, innermost
 from torchpod.render import chains, classic, covid, grids, tag
 from torchpod.render.canvas import CAPTION, Canvas
 from torchpod.render.cells import Mark, default, draw_channels
@@ -36,6 +36,8 @@ class Drawing(NamedTuple):
     """Width and height of the picture in even numbers of pixels; the caption comes below."""
     fps: int = 10
     """Frames, which are steps, per second of a video."""
+    history: bool = False
+    """True: `state` is all states of the episode up to now, with an axis of time in front: `[t + 1, ...]`."""
 
 
 def _draw_board(marks: Sequence[Mark], canvas: Canvas, env: Env, state: Tree, observation: Tensor) -> None:
@@ -54,7 +56,7 @@ DRAWINGS: dict[type, Drawing] = {
     envs.Breakout: _board(grids.BREAKOUT),
     envs.CartPole: Drawing(classic.draw_cartpole, (480, 300), 30),
     envs.Catch: Drawing(grids.draw_catch, fps=8),
-    envs.CovidEconomy: Drawing(covid.draw_covid_economy, (640, 412), 15),
+    envs.CovidEconomy: Drawing(covid.draw_covid_economy, (760, 588), 20, history=True),
     envs.DeepSea: Drawing(grids.draw_deep_sea, fps=8),
     envs.DelayedChain: Drawing(chains.draw_delayed_chain, (480, 260), 8),
     envs.FourRooms: Drawing(grids.draw_four_rooms),
@@ -67,8 +69,8 @@ DRAWINGS: dict[type, Drawing] = {
     envs.PointMass: Drawing(classic.draw_point_mass, (400, 400), 10),
     envs.Seaquest: _board(grids.SEAQUEST),
     envs.SpaceInvaders: _board(grids.SPACE_INVADERS),
-    envs.TagContinuous: Drawing(tag.draw_tag_continuous, (540, 424), 15),
-    envs.TagGridWorld: Drawing(tag.draw_tag_gridworld, (540, 424)),
+    envs.TagContinuous: Drawing(tag.draw_tag_continuous, (620, 480), 15, history=True),
+    envs.TagGridWorld: Drawing(tag.draw_tag_gridworld, (620, 480), history=True),
 }
 
 
@@ -85,7 +87,14 @@ def frame_size(env: Env) -> tuple[int, int]:
     return height + CAPTION, width
 
 
-def render(env: Env, state: Tree, timestep: TimeStep, row: int = 0, caption: Sequence[str] = ()) -> NDArray[np.uint8]:
+def render(
+    env: Env,
+    state: Tree,
+    timestep: TimeStep,
+    row: int = 0,
+    caption: Sequence[str] = (),
+    history: Tree | None = None,
+) -> NDArray[np.uint8]:
     """A frame `[*frame_size(env), 3]`.
 
     Args:
@@ -94,22 +103,23 @@ def render(env: Env, state: Tree, timestep: TimeStep, row: int = 0, caption: Seq
       timestep: likewise.
       row: which environment of the batch.
       caption: texts for the line at the bottom.
+      history: states of the episode up to this one, `[t + 1, B, ...]`, for drawings that look back; None: this one.
 
     Raises:
       ImportError: if Pillow is not installed.
       ValueError: if the drawing does not take what it is given.
     """
-    observation = timestep.observation
-    while isinstance(env, Transform):  # draws what is there, not what is made of it
-        env, (state, _) = env.env, state
-    if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step:
-        state, _, _ = state
-        observation = env.observe(state)
-    state, observation = pytree.tree_map(lambda x: x[row].detach().cpu(), (state, observation))
-    drawing = drawing_of(env)
+    drawing, (inner, own) = drawing_of(env), innermost(env, state)  # draws what is there, not what is made of it
+    seen = timestep.observation
+    if isinstance(inner, TensorEnv) and type(inner).step is TensorEnv.step:
+        seen = inner.observe(own)
+    if drawing.history:
+        own = pytree.tree_map(lambda x: x[None], own) if history is None else innermost(env, history)[1]
+    own = pytree.tree_map(lambda x: (x[:, row] if drawing.history else x[row]).detach().cpu(), own)
+    seen = pytree.tree_map(lambda x: x[row].detach().cpu(), seen)
     canvas = Canvas(*drawing.size)
     try:
-        drawing.draw(canvas, env, state, observation)
+        drawing.draw(canvas, inner, own, seen)
     except TypeError as error:
         raise ValueError(
             f"{getattr(drawing.draw, '__name__', drawing.draw)} cannot draw {env.spec.name}: {sentence(error)} It is "

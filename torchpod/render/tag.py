@@ -1,65 +1,142 @@
-"""Drawings of Tag: taggers are red, runners blue, and whoever has left the game is grey."""
+"""Drawings of Tag: taggers are red, runners blue, both with trails, and who was tagged fades to grey."""
 
 import math
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchpod.envs.multi_agent.tag_continuous import TagContinuous, TagContinuousState
 from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld, TagGridWorldState
-from torchpod.render.canvas import BLUE, FLOOR, GREY, LIGHT, PAPER, RED, Canvas, mix
-from torchpod.render.cells import Board, Mark
+from torchpod.render.canvas import BLUE, DARK, FLOOR, GREY, INK, PAPER, RED, Canvas, Point, mix
+from torchpod.render.cells import LEGEND, MARGIN
+from torchpod.render.curves import Panel, draw_curves
 from torchpod.types import Tree
 
-TAGGER, RUNNER, GONE = (
-    Mark("tagger", RED, "disc"),
-    Mark("runner", BLUE, "disc"),
-    Mark("out", mix(GREY, FLOOR, 0.5), "disc"),
-)
+TRAIL = 12
+"""Steps that a trail is long."""
+FADE = 8
+"""Steps in which a tagged runner becomes grey."""
+GONE = mix(GREY, FLOOR, 0.45)
 
 
-def draw_tag_gridworld(canvas: Canvas, env: TagGridWorld, state: TagGridWorldState, observation: Tree) -> None:
-    """Agents as discs, larger than cells where these are small; a number says how many taggers are in a cell."""
-    size = env.grid_length + 1
-    shown = size if size <= 50 else 1  # cells that are too small are not shown
-    board = Board(canvas, shown, shown)
-    cell = (board.right - board.left) / size
-    places = list(zip(state.x.tolist(), state.y.tolist(), strict=True))
-    radius = max(0.4 * cell, 7.0)
+class Field:
+    """The square that is played on, with an edge, and room for discs on it."""
 
-    def centre(x: int, y: int) -> tuple[float, float]:  # y goes up
-        return board.left + (x + 0.5) * cell, board.top + (size - y - 0.5) * cell
+    def __init__(self, canvas: Canvas, length: float, radius: float) -> None:
+        self.canvas, self.radius = canvas, radius
+        side = min(canvas.width - LEGEND - 2 * MARGIN, canvas.height - 2 * MARGIN)
+        self.left, self.top, self.side = float(MARGIN), float(MARGIN), float(side)
+        canvas.rectangle((self.left, self.top), (self.left + side, self.top + side), DARK, 4)
+        canvas.rectangle((self.left + 2, self.top + 2), (self.left + side - 2, self.top + side - 2), FLOOR, 3)
+        self._gap = radius + 4
+        self.scale = (side - 2 * self._gap) / length
+        self._length = length
 
-    for place in dict.fromkeys(places[:-1]):
-        canvas.circle(centre(*place), radius, PAPER)
-        canvas.circle(centre(*place), radius - 1, RED)
-        if (num := places[:-1].count(place)) > 1:
-            canvas.text(centre(*place), str(num), PAPER, 1.2 * radius, "mm")
-    canvas.circle(centre(*places[-1]), radius, PAPER)
-    canvas.circle(centre(*places[-1]), radius - 1, BLUE)
-    if places[-1] in places[:-1]:
-        canvas.circle(centre(*places[-1]), radius + 4, RED, BLUE, 4)
-    board.legend([TAGGER, RUNNER])
+    def at(self, x: float, y: float) -> Point:
+        """In pixels; y goes up."""
+        return self.left + self._gap + x * self.scale, self.top + self._gap + (self._length - y) * self.scale
+
+    def trail(self, xs: list[float], ys: list[float], colour: str) -> None:
+        """Where an agent came from, fainter the longer ago."""
+        points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]
+        for i in range(1, len(points)):
+            if points[i - 1] != points[i]:
+                age = (len(points) - i) / TRAIL
+                self.canvas.line(points[i - 1 : i + 1], mix(colour, FLOOR, 0.35 + 0.6 * age), 0.5 * self.radius)
+
+    def disc(self, at: Point, colour: str, radius: float | None = None) -> None:
+        """An agent, set apart from those below it."""
+        radius = radius or self.radius
+        self.canvas.circle(at, radius + 1, PAPER)
+        self.canvas.circle(at, radius, colour)
+
+    def legend(self, rows: list[tuple[str, str, Any]]) -> None:
+        """Names, colours and numbers, at the right."""
+        left, right = self.left + self.side + 18, self.canvas.width - MARGIN
+        for i, (name, colour, number) in enumerate(rows):
+            y = self.top + 12 + 26 * i
+            self.canvas.circle((left + 6, y), 6, colour)
+            self.canvas.text((left + 20, y), name, DARK, 13)
+            self.canvas.text((right, y), str(number), INK, 13, "rm")
+
+    def panel(self, title: str, colour: str, high: float) -> Panel:
+        """Room for a curve below the legend."""
+        left = self.left + self.side + 18
+        return Panel(left, self.top + 110, self.canvas.width - MARGIN - left, 96, title, colour, 0.0, high)
 
 
-def draw_tag_continuous(canvas: Canvas, env: TagContinuous, state: TagContinuousState, observation: Tree) -> None:
-    """Agents as discs with a line to where they will be in four steps; a faint ring is as far as a tagger reaches."""
-    board = Board(canvas, 1, 1)
-    scale, n = (board.right - board.left) / env.grid_length, env.num_taggers
-    radius = max(3.0, min(7.0, 60 / math.sqrt(env.num_agents)))
-    rows = list(zip(*(f.tolist() for f in (state.x, state.y, state.heading, state.speed, state.alive)), strict=True))
+def draw_tag_gridworld(canvas: Canvas, env: TagGridWorld, states: TagGridWorldState, observation: Tree) -> None:
+    """Agents as discs, larger than cells where these are small; a number says how many taggers are in a cell.
 
-    def at(x: float, y: float) -> tuple[float, float]:  # y goes up, and nothing leaves the field
-        x, y = (min(max(c, 0.0), env.grid_length) for c in (x, y))
-        return board.left + x * scale, board.top + (env.grid_length - y) * scale
+    The curve is how far the nearest tagger is from the runner, in cells.
+    """
+    n, cells = env.num_taggers, env.grid_length + 1
+    field = Field(canvas, env.grid_length, max(7.0, min(16.0, 150 / cells)))
+    if cells <= 30:
+        for i in range(cells):
+            canvas.line([field.at(i, 0), field.at(i, env.grid_length)], mix(GREY, FLOOR, 0.8), 1)
+            canvas.line([field.at(0, i), field.at(env.grid_length, i)], mix(GREY, FLOOR, 0.8), 1)
+    xs, ys = (x[-TRAIL:].tolist() for x in (states.x, states.y))
+    for i in range(env.num_agents):
+        field.trail([row[i] for row in xs], [row[i] for row in ys], RED if i < n else BLUE)
+    places = list(zip(xs[-1], ys[-1], strict=True))
+    taggers, runner = places[:n], places[n]
+    for place in dict.fromkeys(taggers):
+        field.disc(field.at(*place), RED)
+        if (number := taggers.count(place)) > 1:
+            canvas.text(field.at(*place), str(number), PAPER, 1.2 * field.radius, "mm")
+    if runner in taggers:
+        canvas.circle(field.at(*runner), field.radius + 9, RED, PAPER, 3)
+        canvas.circle(field.at(*runner), field.radius + 4, RED)
+    field.disc(field.at(*runner), BLUE)
+    field.legend([("taggers", RED, n), ("tagged" if runner in taggers else "runner", BLUE, "")])
+    away = _numpy(states.x[:, :n] - states.x[:, n:]), _numpy(states.y[:, :n] - states.y[:, n:])
+    nearest = np.hypot(*away).min(1)
+    panel = field.panel("nearest tagger", RED, max(float(nearest.max()), 1.0))
+    draw_curves(canvas, panel, nearest, env.spec.max_episode_steps or 1, value=f"{nearest[-1]:.1f}")
 
-    reach = env.reach * scale
-    for x, y, *_ in rows[:n]:
-        if reach > radius + 2:
-            canvas.circle(at(x, y), reach, mix(RED, FLOOR, 0.7), mix(RED, FLOOR, 0.9), 1)
-    # Those that are out are below all others, taggers are on top.
-    for i, (x, y, heading, speed, alive) in sorted(enumerate(rows), key=lambda row: (row[1][4], -row[0])):
-        colour = (RED if i < n else BLUE) if alive else GONE.colour
-        if alive and speed > 0:
-            ahead = at(x + 4 * speed * math.cos(heading), y + 4 * speed * math.sin(heading))
-            canvas.line([at(x, y), ahead], mix(colour, LIGHT, 0.55), 2)
-        canvas.circle(at(x, y), radius + 1, FLOOR)
-        canvas.circle(at(x, y), radius, colour)
-    board.legend([TAGGER, RUNNER, GONE])
+
+def draw_tag_continuous(canvas: Canvas, env: TagContinuous, states: TagContinuousState, observation: Tree) -> None:
+    """Agents as discs with trails; a faint ring is as far as a tagger reaches, a bright one around who was just tagged.
+
+    The curve is how many runners are in the game.
+    """
+    n = env.num_taggers
+    field = Field(canvas, env.grid_length, max(3.0, min(7.0, 60 / math.sqrt(env.num_agents))))
+    recent: TagContinuousState = pytree.tree_map(lambda x: x[-max(TRAIL, FADE) :], states)
+    xs, ys, alive = recent.x.tolist(), recent.y.tolist(), recent.alive.tolist()
+    now = [field.at(x, y) for x, y in zip(xs[-1], ys[-1], strict=True)]
+    since = [next((age for age, row in enumerate(reversed(alive)) if row[i]), FADE) for i in range(env.num_agents)]
+    reach = env.reach * field.scale
+    for i in range(n):
+        if reach > field.radius + 2:
+            canvas.circle(now[i], reach, mix(RED, FLOOR, 0.7), mix(RED, FLOOR, 0.9), 1)
+    # Who is out is below all others, taggers are on top; `since` is 0 for who is in the game.
+    order = sorted(range(env.num_agents), key=lambda i: (since[i] == 0, i < n))
+    for i in order:
+        if since[i] == 0:
+            field.trail([row[i] for row in xs[-TRAIL:]], [row[i] for row in ys[-TRAIL:]], RED if i < n else BLUE)
+    for i in order:
+        if since[i] == 0:
+            field.disc(now[i], RED if i < n else BLUE)
+            continue
+        faded = min(since[i] / FADE, 1.0)
+        if faded < 1:
+            canvas.circle(now[i], field.radius * (1 + 2 * faded), mix(RED, FLOOR, faded), FLOOR, 2)
+        field.disc(now[i], mix(BLUE, GONE, faded), field.radius * (1 - 0.4 * faded))
+    left = _numpy(states.alive[:, n:]).sum(1)
+    num = env.num_agents - n
+    field.legend([("taggers", RED, n), ("runners", BLUE, int(left[-1])), ("tagged", GONE, num - int(left[-1]))])
+    draw_curves(
+        canvas,
+        field.panel("runners", BLUE, 1.05 * num),
+        left,
+        env.spec.max_episode_steps or 1,
+        value=f"{100 * left[-1] / num:.0f} %",
+    )
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return x.double().numpy()

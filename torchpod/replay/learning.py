@@ -65,6 +65,7 @@ class ReplayLearner:
                 f"{config.min_size} steps; raise total_env_steps, or lower algo.replay.min_size."
             )
         learner.num_iterations = learning  # what falls over the run falls while it learns
+        learner.iterations_before = self.buffer.fill_iterations
         self._draw = compiler(self._draw_one, fall_back=agent.may_fall_back)
 
     def check_calls(self, iterations_per_call: int) -> None:

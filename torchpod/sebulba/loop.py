@@ -22,7 +22,7 @@ from torchpod.anakin import RunState, init_state, next_state
 from torchpod.compile import Compiler
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env, close_all
-from torchpod.episodes import count_episodes
+from torchpod.episodes import average, count_episodes
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.replay import ReplayConfig
@@ -150,6 +150,7 @@ class Sebulba:
             self.agent,
             learner,
             num_iterations=num_iterations * config.updates_per_batch,
+            steps_per_iteration=num_envs * unroll_length * ranks.world_size // config.updates_per_batch,
             compiler=compiler,
             ranks=ranks,
         )
@@ -169,7 +170,7 @@ class Sebulba:
                 unroll_length=unroll_length,
                 compiler=compiler,
             )
-        self._count = compiler(count_episodes)
+        self.compiler, self._count = compiler, compiler(count_episodes)
         if compiler.enabled and not self.agent.may_fall_back:
             compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
             self._advances = [compiled[self._actor_device(i)] for i in range(num_pools)]
@@ -195,7 +196,7 @@ class Sebulba:
             device=self.device,
             replay=self.replay,
         )
-        return state._replace(older=self.older([self.learner.acting(state.learner)]))
+        return state._replace(older=self.older([self.learner.acting(state.learner, state.iteration)]))
 
     def resume(self, state: RunState) -> RunState:
         """The state of a checkpoint; environments that it does not hold begin new episodes."""
@@ -219,7 +220,7 @@ class Sebulba:
     def actors(self, state: RunState) -> list[Actor]:
         """Actors that stand where the state says. Captures their programs, if they are to be."""
         num, each, actors = len(self.envs), self.config.pools_per_actor, []
-        variables = self.learner.acting(state.learner)
+        variables = self.learner.acting(state.learner, state.iteration)
         for k, device in enumerate(self.actor_devices):
             phases, pools = Phases(self.envs[0].spec.name), []
             for i in range(k * each, (k + 1) * each):
@@ -246,7 +247,7 @@ class Sebulba:
         """A trajectory as actors make them, of one decision repeated: to compile with, without stepping anything."""
         items = []
         for actor in actors:
-            handed = hand_over(self.learner.acting(state.learner), self.device)
+            handed = hand_over(self.learner.acting(state.learner, state.iteration), self.device)
             for pool in actor.pools:
                 with torch.no_grad(), on(actor.device):
                     decided = pool.advance(take(handed, actor.device), pool.carry, *pool.keys)
@@ -277,7 +278,7 @@ class Sebulba:
             learner, metrics = self.learner.update(learner, part, keys)
             history.append(metrics)
         if num > 1:
-            metrics = {name: torch.stack([m[name] for m in history]).mean(0) for name in history[0]}
+            metrics = average(history)
         return self._after(state, trajectory, learner, metrics)
 
     def fill(self, state: RunState, trajectory: Trajectory) -> tuple[RunState, dict[str, Tensor]]:

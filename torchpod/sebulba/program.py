@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchpod.agent import Variables
 from torchpod.anakin import NonFiniteError, Report, RunState
 from torchpod.compile import span
-from torchpod.episodes import mean_metrics
+from torchpod.episodes import mean_metrics, names_of
 from torchpod.sebulba.exchange import Exchange, Item
 from torchpod.sebulba.loop import Sebulba, merge, side_by_side
 from torchpod.sebulba.transfer import Static, hand_over, take, wait_for
@@ -43,6 +43,7 @@ class Program:
             self._update = Static(sebulba.update, (self._state, example), capture=capture)
         else:
             self._update = sebulba.update
+            sebulba.compiler.ahead(self._update, self._state, example)
             self._update(pytree.tree_map(torch.clone, self._state), example)  # priorities are written in place
         self._exchange = Exchange(
             [actor.phases for actor in self._actors],
@@ -53,7 +54,7 @@ class Program:
         for back in range(0 if lag == "free" else lag, 0, -1):
             if self._iteration - back >= 0:
                 self._publish(self._iteration - back, state.older[-back])
-        self._publish(self._iteration, sebulba.learner.acting(state.learner))
+        self._publish(self._iteration, sebulba.learner.acting(state.learner, state.iteration))
         self._items: list[Item] = []
         self.healthy = bool(state.learner.healthy)
         """Whether all gradients so far were finite."""
@@ -96,7 +97,7 @@ class Program:
             update = self._sebulba.fill if number < self.fill_iterations else self._update
             self._state, metrics = update(self._state, merge(items, self._sebulba.device))
         self._iteration, self._items = number + 1, items
-        self._publish(number + 1, self._sebulba.learner.acting(self._state.learner))
+        self._publish(number + 1, self._sebulba.learner.acting(self._state.learner, self._state.iteration))
         self.healthy = bool(self._state.learner.healthy)  # on a GPU, waits for the update
         ages = [number - item.version for item in items]
         took = time.perf_counter() - began
@@ -142,6 +143,7 @@ def train(
     if sebulba.replay:
         sebulba.replay.check_calls(iterations_per_call)
     until = sebulba.num_iterations if until is None else until
+    names = names_of(state.carry.timestep)
     iteration, began = int(state.iteration), time.perf_counter()
     try:
         program = Program(sebulba, state)
@@ -161,7 +163,7 @@ def train(
                 iteration += 1
                 if not program.healthy:
                     raise NonFiniteError(iteration, program.trajectory)
-            metrics = mean_metrics(history, sebulba.envs[0].spec.groups or ())
+            metrics = mean_metrics(history, names)
             yield Report(iteration, program.env_steps, metrics, time.perf_counter() - began, compile_s), program
             compile_s = 0.0
     except BaseException:

@@ -12,7 +12,7 @@ from torchpod import random
 from torchpod.actions import lead_of, random_action
 from torchpod.compile import Compiler
 from torchpod.env import Env, TensorEnv
-from torchpod.specs import EnvSpec, Traits
+from torchpod.specs import EnvSpec, MultiDiscrete, Traits
 from torchpod.testing.contract import (
     ContractError,
     attributes,
@@ -232,6 +232,9 @@ def _check_timestep(spec: EnvSpec, timestep: TimeStep, keys: Tensor) -> None:
         require_batched(leaf, size, name)
     _check_signal(spec, extras["raw_reward"], size, device, "extras['raw_reward']")
     require_tensor(extras["game_over"], (size,), torch.bool, device, "extras['game_over']")
+    require(isinstance(extras.get("episode", {}), dict), "extras['episode'] must be a dict of numbers by name.")
+    for name, leaf in named_leaves(extras.get("episode", {}), "extras['episode']"):
+        require_tensor(leaf, (size,), torch.float32, device, name)
     is_last = timestep.step_type == LAST
     require(
         (is_last | ~extras["game_over"]).all(),
@@ -273,10 +276,12 @@ def _check_mask(observation: Tree, action: Any, lead: tuple[int, ...], device: t
     if not isinstance(observation, dict) or "action_mask" not in observation:
         return
     name, mask = f"{name}['action_mask']", observation["action_mask"]
-    num_values = getattr(action, "num_values", None)
-    require(num_values is not None, f"{name} needs a Discrete action; the spec has {action}.")
-    require_tensor(mask, (*lead, num_values or 0), torch.bool, device, name)
-    require(mask.any(-1).all(), f"{name} must allow at least one action in every row.")
+    choices = list(action.nvec) if isinstance(action, MultiDiscrete) else [getattr(action, "num_values", 0)]
+    require(sum(choices) > 0, f"{name} needs a Discrete or MultiDiscrete action; the spec has {action}.")
+    require_tensor(mask, (*lead, sum(choices)), torch.bool, device, name)
+    for i, part in enumerate(mask.split(choices, -1)):
+        where = f" of choice {i}" if len(choices) > 1 else ""
+        require(part.any(-1).all(), f"{name} must allow at least one action{where} in every row.")
 
 
 def _check_first(timestep: TimeStep) -> None:

@@ -1,5 +1,6 @@
 """EnvPool behind the contract: every family, and above all where episodes end."""
 
+import re
 import subprocess
 import sys
 
@@ -7,15 +8,18 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import random_action
 from torchpod.agent import variables_of
+from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import EnvPool
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete
 from torchpod.testing import check_env
-from torchpod.types import FIRST, LAST, MID
+from torchpod.types import FIRST, LAST, MID, TimeStep
 
 envpool = pytest.importorskip("envpool", reason="the extra `envpool` is not installed", exc_type=ImportError)
 registration = pytest.importorskip("envpool.registration")
@@ -63,6 +67,26 @@ def elsewhere(tmp_path, monkeypatch):
 
 def keys(num, seed=0):
     return random.split(random.key(seed), num)
+
+
+MANY_PLAYERS = {
+    "AnimalShogi-v1": 60,
+    "Backgammon-v1": 40,
+    "Chess-v1": 20,
+    "ChineseGo9x9-v1": 60,
+    "ConnectFour-v1": 60,
+    "GardnerChess-v1": 20,
+    "Go9x9-v1": 60,
+    "Hex-v1": 60,
+    "IntersectionMultiAgent-v1": 40,
+    "KuhnPoker-v1": 20,
+    "LeducHoldem-v1": 20,
+    "Othello-v1": 60,
+    "Shogi-v1": 20,
+    "SparrowMahjong-v1": 60,
+    "TicTacToe-v1": 30,
+}
+"""One id of every game, and how many steps to play."""
 
 
 def draw(num_envs, num_actions, step, seed=0):
@@ -215,6 +239,80 @@ def test_observations_are_not_copied_and_stay_valid(task, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
 
 
+@pytest.mark.parametrize("name", MANY_PLAYERS)
+def test_games_of_several_players_keep_the_contract(name):
+    env = EnvPool(name)
+    assert env.spec.groups == {"player": 3 if "Mahjong" in name else 2}
+    check_env(env, num_envs=3, num_steps=MANY_PLAYERS[name])
+
+
+def test_every_game_of_several_players_is_listed():
+    def of(name):
+        return re.sub(r"\d+x\d+", "9x9", name)
+
+    found = set()
+    for name in envpool.list_all_envs():
+        if registration.registry.specs[name][0] in ("envpool.pgx", "envpool.highway"):
+            found |= {of(name)} if envpool.make_spec(name).config.max_num_players > 1 else set()
+    known = {"IntersectionMultiAgent-v0", "intersection-multi-agent-v0", "intersection-multi-agent-v1", *MANY_PLAYERS}
+    assert found == known
+
+
+def test_players_take_turns_and_see_the_board_from_their_side():
+    """Two players of TicTacToe put their stones into the first free cell, until one has a diagonal in the 7th step."""
+    env = EnvPool("TicTacToe-v1")
+    seen = [env.init(keys(2))[1]]
+    for _ in range(8):
+        mask = seen[-1].observation["player"]["action_mask"]
+        seen.append(env.step(None, {"player": mask.int().argmax(-1)}, keys(2))[1])
+    masks = column(seen, lambda t: t.observation["player"]["action_mask"])  # [T, B, N, A]
+    board = column(seen, lambda t: t.observation["player"]["observation"]).flatten(3, 4)  # [T, B, N, 9, whose]
+    for row in range(2):
+        first = masks[0, row].sum(-1).argmax()  # who begins
+        for t in range(7):
+            mover = (first + t) % 2
+            assert masks[t, row, mover].tolist() == [cell >= t for cell in range(9)]
+            assert masks[t, row, 1 - mover].tolist() == [True] + [False] * 8
+            stones = [[float(cell < t and cell % 2 == who) for who in (0, 1)] for cell in range(9)]
+            assert board[t, row, first].tolist() == stones
+            assert board[t, row, 1 - first].tolist() == [stone[::-1] for stone in stones]
+        reward = column(seen, lambda t, row=row: t.reward["player"][row])
+        discount = column(seen, lambda t, row=row: t.discount["player"][row])
+        assert not reward[:7].any() and not reward[8].any() and (discount[7] == 0).all()
+        assert (reward[7, first], reward[7, 1 - first]) == (1, -1)
+        assert [t.step_type[row].item() for t in seen] == [FIRST, *[MID] * 6, LAST, FIRST]
+
+
+@pytest.mark.parametrize("name", ["IntersectionMultiAgent-v1", "SparrowMahjong-v1"])
+def test_players_stay_with_their_environment_whatever_the_threads(name, seed):
+    """EnvPool gives environments of several players in the order in which they are done."""
+
+    def run(num_threads):
+        env = EnvPool(name, num_threads=num_threads)
+        timesteps = [env.init(keys(5, seed))[1]]
+        for step in range(60):
+            action = random_action(env.spec, timesteps[-1].observation, random.at(keys(5, seed + 1), step))
+            timesteps.append(env.step(None, action, keys(5))[1])
+        return TimeStep(*(pytree.tree_map(lambda *x: torch.stack(x), *parts) for parts in zip(*timesteps, strict=True)))
+
+    one, two = run(1), run(2)
+    assert (one.step_type == LAST).any()
+    pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), one, two)
+
+
+def test_many_agents_learn_a_game():
+    """Kuhn poker, self-play of one policy: the expectation of both is finite, and who waits moves nothing."""
+    env = EnvPool("KuhnPoker-v1")
+    agent = IPPO(env.spec, IPPOConfig(hidden=(8,)))
+    params, buffers = variables_of(agent)
+    carry = start(agent, env, keys(4))
+    carry, trajectory = unroll(make_step(agent, env), params | buffers, carry, keys(4), keys(4, 1), length=20)
+    mask = trajectory.timestep.observation["player"]["action_mask"][:-1]
+    log_prob = trajectory.output.extras["player"]["action_log_prob"]
+    assert torch.equal(log_prob == 0, mask.sum(-1) == 1)
+    assert torch.isfinite(agent.prepare(trajectory, keys(4)).steps["player/advantage"]).all()
+
+
 def test_two_pools_in_turns_are_the_same_as_each_alone():
     alone = [play(EnvPool("CartPole-v1"), 3, 40, seed=i) for i in range(2)]
     pools = [EnvPool("CartPole-v1") for _ in range(2)]
@@ -281,7 +379,6 @@ def test_a_missing_envpool_is_said(monkeypatch):
         ("Pong-v5", {"num_envs": 8}, "EnvPool('Pong-v5') takes no num_envs: init makes one environment per key."),
         ("Pong-v5", {"seed": 8}, "EnvPool('Pong-v5') takes no seed: the keys of init are the seeds."),
         ("Pong-v5", {"num_threads": 0}, "num_threads=0 is wrong; use an integer of at least 1."),
-        ("TicTacToe-v1", {}, "TicTacToe-v1 has up to 2 players; choose an environment with one."),
         ("Connector-v2", {}, "Connector-v2: action_space is Box(0, 4, (10,), int32), more than 10000 joint actions;"),
         ("Cleaner-v0", {}, "Cleaner-v0: action_mask is [3, 4], not one entry for each of 64 joint actions; choose"),
         ("VizdoomCustom-v1", {}, "EnvPool cannot make VizdoomCustom-v1; check its options and its files. It says: "),

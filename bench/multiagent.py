@@ -1,0 +1,242 @@
+"""Suite `multiagent`: Tag and the COVID-19 economy by WarpDrive's measures, beside NumPy on one core.
+
+    torchpod bench multiagent [--json FILE] [--quick] [--only NAME]
+
+Rows are `WORK_GAME_AGENTS/ENVIRONMENTS`. Work: `env_only`, random actions that lie on the device, observations made,
+games begun again; `rollout`, with networks, sampling and storage; `a2c`, with the update; and `sampler` alone.
+Rates are environment steps per second, without those that reset; of the sampler, calls times environments, for all that
+an agent chooses: WarpDrive, Lan et al. 2021 (https://arxiv.org/abs/2108.13976), calls it for each choice. In the note:
+agent steps per second, memory, the physical floor, and what WarpDrive reached on an A100, by that paper. The peer is
+one game in NumPy (peers/numpy_tag.py) on the same core, whatever the number of environments. Observations are full up
+to 45 agents, beyond that partial. On CUDA, if there is any, all sizes are measured. Read harness.py first.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+
+from torchpod.bench import floor, harness
+from torchpod.bench.anakin import describe
+from torchpod.bench.floor import Gpu
+from torchpod.bench.harness import Row, RowMaker, Worker, WorkerError
+from torchpod.bench.multiagent_worker import Details
+
+WORK = {"env_only": "env_only", "rollout": "rollout", "update": "a2c", "sampler": "sampler"}
+"""Mode of the worker -> beginning of a row's name."""
+MOST_WITH_FULL = 45
+"""Agents; with more, a full observation of everybody does not fit in memory."""
+PRODUCT = "2048x64x64"
+"""Of calibrate.py: the flops of a core, for the floor."""
+
+
+class Case(NamedTuple):
+    """What is measured."""
+
+    game: str
+    num_agents: int
+    num_envs: int
+    mode: str = "env_only"
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return f"{WORK[self.mode]}_{self.game}_{self.num_agents}/{self.num_envs}"
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether there is one in NumPy."""
+        return self.mode == "env_only" and self.game.startswith("tag_")
+
+
+GRID, PLANE, COVID = "tag_gridworld", "tag_continuous", "covid_economy"
+LEARNING = ("rollout", "update")
+CPU_CASES = (
+    *(Case(GRID, agents, envs) for agents in (5, 1000) for envs in (60, 500, 2000)),
+    Case(GRID, 100, 500),
+    *(Case(GRID, agents, envs, mode) for agents, envs in ((5, 2000), (1000, 60)) for mode in LEARNING),
+    *(Case(GRID, agents, 2000, "sampler") for agents in (5, 1000)),
+    *(Case(PLANE, *size) for size in ((5, 60), (5, 2000), (45, 500), (100, 500), (1000, 60))),
+    *(Case(PLANE, *size, mode) for size in ((5, 500), (45, 60)) for mode in LEARNING),
+    Case(PLANE, 5, 2000, "sampler"),
+    *(Case(COVID, 52, envs) for envs in (60, 1000)),
+    *(Case(COVID, 52, 60, mode) for mode in LEARNING),
+)
+"""What a core does in a quarter of an hour."""
+CUDA_CASES = (
+    *(Case(GRID, agents, envs, mode) for agents in (5, 100, 1000) for envs in (60, 500, 2000) for mode in WORK),
+    *(Case(PLANE, agents, envs, mode) for agents in (5, 45, 100) for envs in (60, 500, 2000) for mode in WORK),
+    *(Case(PLANE, 1000, envs) for envs in (60, 500, 2000)),
+    *(Case(PLANE, 1000, 60, mode) for mode in LEARNING),
+    *(Case(COVID, 52, envs, mode) for envs in (60, 1000) for mode in ("env_only", *LEARNING)),
+)
+
+WARPDRIVE = {
+    "env_only_tag_gridworld_5/2000": 9.8e6,
+    "env_only_tag_gridworld_1000/2000": 2.9e6,
+    "a2c_tag_gridworld_5/2000": 1.3e6,
+    "a2c_tag_gridworld_1000/2000": 0.58e6,
+    "sampler_tag_gridworld_5/2000": 18e6,
+    "env_only_tag_continuous_5/2000": 8.3e6,
+    "a2c_tag_continuous_5/2000": 0.57e6,
+    "a2c_tag_continuous_45/2000": 0.15e6,
+    "sampler_tag_continuous_5/2000": 16e6,
+}
+"""Its figures on one A100, by the paper; it does not say how many of the agents of continuous Tag were taggers."""
+CUDA_GOALS = {"5/2000": 5.0, "45/2000": 5.0, "a2c_tag_gridworld_1000/2000": 2.5}
+"""Times WarpDrive's figure, by how the row's name ends."""
+CPU_GOALS = {"env_only_tag_gridworld_5/": 20.0, "env_only_tag_gridworld_1000/": 100.0}
+"""Times NumPy on a core, in the best of the rows whose names begin so."""
+
+
+def main(
+    json_path: str | None = None,
+    *,
+    quick: bool = False,
+    only: str | None = None,
+    device: str | None = None,
+    cases: Sequence[Case] | None = None,
+    rounds: int = 2,
+    repeats: int = 3,
+    seconds: float = 0.7,
+    core: int | None = None,
+    workers: tuple[Worker, Worker] | None = None,
+) -> int:
+    """Measures, writes the result file, prints the rows; what is not said here is as in anakin.py.
+
+    Args:
+      json_path: where the rows go; None for bench/results/.
+      quick: the first two cases, for a moment.
+      only: measure the rows whose names begin with this.
+      device: cpu or cuda; None for cuda if there is one.
+      cases: what to measure; None for all of that device.
+      rounds: times that each side runs, in turn; the first compiles cold.
+      repeats: timed calls in a round.
+      seconds: of a timed call, about.
+      core: the core that all are pinned to; None for the last one.
+      workers: torchpod's and NumPy's; None for the real ones.
+
+    Returns:
+      0, or 1 if a goal was not reached or a side failed.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cases = cases or (CUDA_CASES if device == "cuda" else CPU_CASES)
+    cases = harness.chosen(cases, only, "multiagent")
+    if quick:
+        cases, rounds, repeats, seconds = cases[:2], 2, 1, 0.05
+    if core is None:
+        core = harness.last_core()
+    ours, peer = workers or default_workers()
+    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
+    make, rows, failures = RowMaker(), [], []
+    for case in cases:
+        sides = (ours, peer) if case.has_peer else (ours,)
+        arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
+        results = harness.interleave(sides, arguments, core=core)
+        a, b = results[ours.name], results.get(peer.name, [])
+        row = make.rate(case.name, a, b, peer_name=peer.name, unit="env_steps/s" if case.mode != "sampler" else "1/s")
+        failures += [f"{case.name}: {side}" for side in (a, b) if isinstance(side, WorkerError)]
+        calibrations.append(harness.calibrate(core))
+        if isinstance(a, list):
+            details = cast("list[Details]", a)[-1]
+            told = notes(case, row, details, peaks(make, details, calibrations))
+            row = dataclasses.replace(row, note="; ".join(filter(None, [*told, row.note])))
+        rows.append(row)
+        print(describe(row), flush=True)
+    return harness.finish(
+        "multiagent",
+        rows,
+        failures=[*failures, *([] if quick else missed(rows, device))],
+        calibrations=calibrations,
+        load_average=load_average,
+        json_path=json_path,
+        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
+        | {"device": device, "warpdrive_a100": WARPDRIVE},
+    )
+
+
+def default_workers() -> tuple[Worker, Worker]:
+    """Torchpod, and NumPy without it, in this Python."""
+    driver = str(harness.ROOT / "bench" / "peers" / "numpy_tag.py")
+    return (
+        Worker("torchpod", (sys.executable, "-m", "torchpod.bench.multiagent_worker")),
+        Worker("numpy", (sys.executable, driver)),
+    )
+
+
+def case_arguments(case: Case, device: str, seconds: float, repeats: int, seed: int) -> list[str]:
+    """The arguments of one run of a worker; the same for both sides."""
+    options = {"game": case.game, "num-agents": case.num_agents, "num-envs": case.num_envs, "mode": case.mode}
+    options |= {"device": device, "seconds": seconds, "repeats": repeats, "seed": seed}
+    full = ["--full"] if case.num_agents <= MOST_WITH_FULL else []
+    return [*(str(x) for name, value in options.items() for x in (f"--{name}", value)), *full]
+
+
+def peaks(make: RowMaker, details: Details, calibrations: Sequence[Mapping[str, float]]) -> Gpu | None:
+    """Of the GPU by its data sheet, or of the core as it was measured; None if they are not known."""
+    if details.get("device") == "cuda":
+        return floor.find(make.hardware["gpu"])
+    flops = 1e9 * max(c[PRODUCT] for c in calibrations)
+    return Gpu(details["bytes_per_s"], flops, flops)
+
+
+def least(case: Case, details: Details, peak: Gpu) -> tuple[floor.Floor, float, float]:
+    """The floor of one iteration, and its bytes and flops: floor.py for each policy, and what the environments do.
+
+    The sampler reads its logits and writes the actions.
+    """
+    steps = details["batch_rows"]
+    if case.mode == "sampler":
+        num_bytes, num_flops = 4.0 * steps * case.num_agents * (details["choices"] + 2), 0.0
+    else:
+        epochs, num_bytes = details["epochs"], 2 * steps * details["state_bytes"]
+        num_flops = steps * details["env_flops"]
+        for policy in details["policies"]:
+            rows, size = steps * policy["agents"], policy["observation_size"]
+            num_bytes += floor.moved_bytes(rows, epochs, size, 0.0)
+            num_flops += floor.flops(rows, epochs, policy["layers"], size) if case.mode != "env_only" else 0.0
+    tf32 = bool(details.get("tf32"))
+    return floor.floor(details["kernels"], num_bytes, num_flops, gpu=peak, tf32=tf32), num_bytes, num_flops
+
+
+def notes(case: Case, row: Row, details: Details, peak: Gpu | None) -> list[str]:
+    """What else is to be said of a rate."""
+    assert row.value is not None
+    figure, per_step = WARPDRIVE.get(row.name), 1e6 * case.num_envs / row.value
+    unit = "samples" if case.mode == "sampler" else "agent steps"
+    told = [f"{row.value * case.num_agents:,.0f} {unit}/s", f"step {per_step:,.0f} us"]
+    if peak is None:
+        told[-1] += ", no floor is known for this device"
+    else:
+        found, num_bytes, num_flops = least(case, details, peak)
+        length = details["unroll_length"]
+        moving, computing = (f"{1e6 * s / length:,.0f}" for s in (found.bytes_s, found.flops_s))
+        told[-1] += (
+            f", floor {1e6 * found.seconds / length:,.0f}: bytes {moving} ({num_bytes / length / 1e6:,.2f} MB), flops"
+            f" {computing} ({num_flops / length / 1e6:,.1f} M)"
+        )
+        if details["kernels"]:
+            told[-1] += f", launches {1e6 * found.launches_s / length:,.0f} ({details['kernels'] / length:,.1f})"
+    told.append(f"memory {details.get('memory_bytes', 0) / 1e9:.2f} GB")
+    if figure is not None:
+        told.append(f"{row.value / figure:.2f} x WarpDrive's {figure:,.0f} on an A100")
+    return told
+
+
+def missed(rows: Sequence[Row], device: str) -> list[str]:
+    """One sentence for each goal that was measured and not reached."""
+    found = []
+    for row in rows if device == "cuda" else ():
+        goal = next((goal for end, goal in CUDA_GOALS.items() if row.name.endswith(end)), None)
+        figure = WARPDRIVE.get(row.name)
+        if goal and figure and row.value is not None and row.value < goal * figure:
+            found.append(f"{row.name}: {row.value / figure:.2f} x WarpDrive, the goal is {goal}.")
+    for begin, goal in CPU_GOALS.items() if device == "cpu" else ():
+        ratios = {row.name: row.ratio for row in rows if row.name.startswith(begin) and row.ratio is not None}
+        best = max(ratios, key=ratios.__getitem__, default=None)
+        if best is not None and ratios[best] < goal:
+            found.append(f"{best}: {ratios[best]:.1f} x NumPy on a core, the goal is {goal:.0f}.")
+    return found

@@ -1,0 +1,202 @@
+"""The NumPy peer of the `multiagent` suite: one game of Tag, arrays over its agents, one JSON line.
+
+As a user of NumPy would write it: every step is a few operations on arrays of all agents, observations are made, and a
+game that is over starts again. Actions are drawn before the clock starts. Rules: torchpod/envs/multi_agent.
+
+    taskset -c 0 python bench/peers/numpy_tag.py --game tag_gridworld --num-agents 5 --mode env_only --repeats 3
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+
+import numpy as np
+
+F = np.float32
+
+
+class TagGridWorld:
+    """The runner is the last agent; taggers start in the middle, and it in the corner."""
+
+    moves_x, moves_y = (np.array(x, np.int32) for x in ([0, 1, -1, 0, 0], [0, 0, 0, 1, -1]))
+
+    def __init__(self, num_taggers, grid_length=100, full=True, max_episode_steps=100):
+        self.num_taggers, self.length, self.full, self.limit = num_taggers, grid_length, full, max_episode_steps
+        self.size, self.nvec = num_taggers + 1, (5,)
+        # What an observation says of types and of oneself never changes.
+        self.seen = np.zeros((self.size, 4 * self.size + 1 if full else 6), F)
+        if full:
+            self.seen[:, 3 * self.size - 1] = 1
+            self.seen[:, 3 * self.size : -1] = np.eye(self.size)
+        else:
+            self.seen[-1, 4] = 1
+
+    def reset(self, start=None):
+        self.time = 0
+        self.x = np.full(self.size, self.length // 2, np.int32)
+        self.x[-1] = 0
+        self.y = self.x.copy()
+        return self.observe()
+
+    def step(self, action):
+        self.time += 1
+        to_x, to_y = self.x + self.moves_x[action], self.y + self.moves_y[action]
+        self.x, self.y = np.clip(to_x, 0, self.length), np.clip(to_y, 0, self.length)
+        wall = F(0.1) * ((self.x != to_x) | (self.y != to_y))
+        tagged = bool(((self.x[:-1] == self.x[-1]) & (self.y[:-1] == self.y[-1])).any())
+        reward = (F(10.0) if tagged else F(-0.01)) - wall
+        reward[-1] = (F(-5.0) if tagged else F(0.01)) - wall[-1]
+        return self.observe(), reward, tagged, self.time == self.limit
+
+    def observe(self):
+        seen, x, y = self.seen.copy(), self.x / F(self.length), self.y / F(self.length)
+        seen[:, -1] = self.time / self.limit
+        if self.full:
+            seen[:, : self.size], seen[:, self.size : 2 * self.size] = x, y
+            return seen
+        seen[:, 0], seen[:, 1] = x, y
+        seen[:-1, 2], seen[:-1, 3] = x[-1], y[-1]
+        nearest = np.argmin((self.x[:-1] - self.x[-1]) ** 2 + (self.y[:-1] - self.y[-1]) ** 2)
+        seen[-1, 2], seen[-1, 3] = x[nearest], y[nearest]
+        return seen
+
+
+class TagContinuous:
+    """Taggers first. Who is tagged leaves the game; observations are made before tags are counted."""
+
+    def __init__(self, num_taggers, num_runners, full=False, num_seen=10, max_episode_steps=500, seed=0):
+        self.num_taggers, self.size, self.full, self.num_seen = num_taggers, num_taggers + num_runners, full, num_seen
+        self.length, self.limit, self.nvec = F(20.0), max_episode_steps, (21, 21)
+        self.accelerations = np.concatenate([[0], np.linspace(-0.1, 0.1, 20)]).astype(F)
+        self.turns = np.concatenate([[0], np.linspace(-2.356, 2.356, 20)]).astype(F)
+        self.is_tagger = (np.arange(self.size) < num_taggers).astype(F)
+        self.others = ~np.eye(self.size, dtype=bool)
+        self.rng = np.random.default_rng(seed)
+
+    def reset(self, start=None):
+        if start is None:
+            place = self.rng.random((2, self.size), F) * self.length
+            start = *place, self.rng.integers(0, 4, self.size).astype(F) * F(math.pi / 2)
+        self.x, self.y, self.heading = start
+        self.speed, self.acceleration = np.zeros(self.size, F), np.zeros(self.size, F)
+        self.alive, self.time = np.ones(self.size, bool), 0
+        return self.observe()
+
+    def step(self, action):
+        self.time += 1
+        acceleration = self.acceleration + self.accelerations[action[:, 0]]
+        self.heading = np.mod(self.heading + self.turns[action[:, 1]], F(2 * math.pi)) * self.alive
+        self.speed = np.clip(self.speed + acceleration, 0, 1) * self.alive
+        self.acceleration = acceleration * ((self.speed > 0) & (self.speed < 1))
+        angle = self.heading.astype(np.float64)  # so that places are rounded once
+        self.x = np.clip((self.x + self.speed * np.cos(angle)).astype(F), 0, self.length)
+        self.y = np.clip((self.y + self.speed * np.sin(angle)).astype(F), 0, self.length)
+        seen, n = self.observe(), self.num_taggers
+        distance = np.hypot(self.x[n:, None] - self.x[:n], self.y[n:, None] - self.y[:n])
+        nearest = distance.argmin(1)
+        tagged = self.alive[n:] & (distance[np.arange(len(nearest)), nearest] < F(0.02) * self.length)
+        reward = np.zeros(self.size, F)
+        reward[n:][tagged] = -10
+        reward[:n] = 10 * np.bincount(nearest[tagged], minlength=n)
+        self.alive = self.alive.copy()
+        self.alive[n:][tagged] = False
+        if self.time == self.limit:
+            reward[n:][self.alive[n:]] += 1
+        return seen, reward, not self.alive[n:].any(), self.time == self.limit
+
+    def observe(self):
+        side, fast = self.length * F(math.sqrt(2)), F(1 + 1e-10)
+        moving = (
+            self.x / side,
+            self.y / side,
+            self.speed / fast,
+            self.acceleration / fast,
+            self.heading / F(2 * math.pi),
+        )
+        now, n = F(self.time / self.limit), self.size
+        if self.full:
+            parts = [(f - f[:, None])[self.others].reshape(n, n - 1) * self.alive[:, None] for f in moving]
+            parts += [np.broadcast_to(f, (n, n))[self.others].reshape(n, n - 1) for f in (self.is_tagger, self.alive)]
+            return np.concatenate([*parts, (self.alive * now)[:, None]], 1, dtype=F)
+        distance = (self.x - self.x[:, None]) ** 2 + (self.y - self.y[:, None]) ** 2
+        distance[:, ~self.alive] = np.inf
+        np.fill_diagonal(distance, np.inf)
+        rows = np.arange(n)[:, None]
+        who = np.argpartition(distance, self.num_seen - 1, 1)[:, : self.num_seen]
+        who = np.take_along_axis(who, distance[rows, who].argsort(1), 1)
+        there = np.isfinite(distance[rows, who]) & self.alive[:, None]
+        parts = [(f[who] - f[:, None]) * there for f in moving] + [self.is_tagger[who] * there, there]
+        return np.concatenate([*parts, (self.alive * now)[:, None]], 1, dtype=F)
+
+
+def make(game, num_agents, full, seed=0):
+    """As torchpod.bench.multiagent_worker makes it."""
+    if game == "tag_gridworld":
+        return TagGridWorld(num_agents - 1, full=full)
+    num_taggers = max(1, num_agents // 10)
+    return TagContinuous(num_taggers, num_agents - num_taggers, full=full, seed=seed)
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--game", choices=["tag_gridworld", "tag_continuous"], required=True)
+    parser.add_argument("--num-agents", type=int, default=5)
+    parser.add_argument("--num-envs", help="of torchpod; here it is one")
+    parser.add_argument("--mode", choices=["env_only"], default="env_only")
+    parser.add_argument("--full", action="store_true", help="the full observation")
+    parser.add_argument("--device", help="of torchpod; ignored here")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a timed call, about")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    env = make(args.game, args.num_agents, args.full, args.seed)
+    rng = np.random.default_rng(args.seed)
+    actions = rng.integers(0, env.nvec[0], (64, args.num_agents, len(env.nvec)))
+    actions = actions[..., 0] if len(env.nvec) == 1 else actions
+    env.reset()
+
+    def play(steps):
+        for i in range(steps):
+            _, _, terminated, truncated = env.step(actions[i % 64])
+            if terminated or truncated:
+                env.reset()
+
+    play(20)
+    began = time.perf_counter()
+    play(50)
+    steps = max(10, round(50 * args.seconds / (time.perf_counter() - began)))
+    wall_s, cpu_s = [], []
+    for _ in range(args.repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        play(steps)
+        wall_s.append(time.perf_counter() - wall)
+        cpu_s.append(time.process_time() - cpu)
+    rates = [steps / wall for wall in wall_s]
+    work = {"num_envs": 1, "unroll_length": steps, "epochs": 0, "minibatches": 0, "batch_rows": steps, "param_count": 0}
+    result = {
+        "framework": "numpy",
+        "mode": args.mode,
+        **work,
+        "dtype": "float32",
+        "iterations": 1,
+        "total_iterations": 1,
+        "compile_s": 0.0,
+        "env_steps": [steps] * args.repeats,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+        "episode_return": None,
+        "episodes": 0,
+        "threads": {"affinity": len(os.sched_getaffinity(0))},
+        "versions": {"numpy": np.__version__, "python": platform.python_version()},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

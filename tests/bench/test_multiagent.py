@@ -1,0 +1,170 @@
+"""Suite multiagent: the games in NumPy are ours, rows are judged by goals, and floors are those worked out by hand."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from torchpod.bench import floor, harness, multiagent
+from torchpod.bench import multiagent_worker as worker
+from torchpod.bench.floor import Gpu
+from torchpod.bench.harness import Worker
+from torchpod.bench.multiagent import CPU_CASES, CUDA_CASES, MOST_WITH_FULL, WARPDRIVE, Case
+from torchpod.compile import Compiler
+from torchpod.testing import check_consistency
+
+DRIVER = harness.ROOT / "bench" / "peers" / "numpy_tag.py"
+PRODUCT = {"2048x64x64": 50.0}
+
+FAKE = """
+import json, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+repeats, size = int(options["--repeats"]), int(options["--num-envs"])
+print(json.dumps({
+    "framework": "fake", "mode": options["--mode"], "num_envs": size, "unroll_length": 10, "epochs": 0,
+    "minibatches": 0, "batch_rows": 10 * size, "param_count": 0, "dtype": "float32", "device": options["--device"],
+    "memory_bytes": 2e9, "iterations": 1, "total_iterations": 1, "compile_s": 1.0, "env_steps": [RATE] * repeats,
+    "wall_s": [1.0] * repeats, "cpu_s": [1.0] * repeats, "env_steps_per_s": {"median": RATE, "min": RATE, "max": RATE},
+    "episode_return": None, "episodes": 0, "threads": {}, "versions": {},
+    "policies": [{"agents": 5, "observation_size": 21, "layers": [[21, 32], [32, 6]]}], "state_bytes": 49.0,
+    "env_flops": 0.0, "choices": 5, "kernels": 0, "bytes_per_s": 1e10,
+}))
+"""
+
+
+def peer():
+    spec = importlib.util.spec_from_file_location("numpy_tag", DRIVER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Reference:
+    """A game of the peer, as `check_consistency` wants it."""
+
+    def __init__(self, game, groups):
+        self.game, self.groups = game, groups
+
+    def reset(self, state):
+        start = tuple(np.array(f) for f in (state.x, state.y, state.heading)) if hasattr(state, "heading") else None
+        return self.split(self.game.reset(start))
+
+    def step(self, action):
+        observation, reward, *over = self.game.step(np.concatenate([action[g] for g in self.groups]))
+        return self.split(observation), self.split(reward), *over
+
+    def split(self, rows):
+        first = next(iter(self.groups.values()))
+        return dict(zip(self.groups, (rows[:first], rows[first:]), strict=True))
+
+
+@pytest.mark.parametrize("game", ["tag_gridworld", "tag_continuous"])
+@pytest.mark.parametrize(("num_agents", "full"), [(5, True), (30, False), (45, True)])
+def test_the_peer_plays_the_same_game(game, num_agents, full):
+    """With one seed: where two are equally near but for the last bit, the peer may see them in another order."""
+    env = worker.GAMES[game](num_agents, full).env
+    reference = Reference(peer().make(game, num_agents, full), env.spec.groups)
+    check_consistency(env, reference, num_envs=2, num_steps=120, seed=0, rtol=0, atol=2e-6)
+
+
+def test_the_peer_is_a_worker_of_the_harness(tmp_path):
+    case = Case("tag_gridworld", 5, 60)
+    arguments = multiagent.case_arguments(case, "cpu", 0.01, 2, seed=3)
+    ours = Worker("numpy", (sys.executable, str(DRIVER)))
+    measured = harness.run_worker(ours, arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    assert measured["num_envs"] == 1 and len(measured["env_steps"]) == 2 and min(measured["env_steps"]) >= 10
+
+
+def run(tmp_path, monkeypatch, cases, ours, theirs, **settings):
+    monkeypatch.setattr(harness, "calibrate", lambda core: PRODUCT)
+    workers = []
+    for name, rate in (("torchpod", ours), ("numpy", theirs)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(FAKE.replace("RATE", str(rate)))
+        workers.append(Worker(name, (sys.executable, "-S", str(path))))
+    out = tmp_path / "out.json"
+    status = multiagent.main(str(out), cases=cases, workers=tuple(workers), repeats=1, **settings)
+    return status, json.loads(out.read_text())
+
+
+def test_a_row_says_agent_steps_floor_memory_and_the_figure_of_warpdrive(tmp_path, monkeypatch):
+    cases = [Case("tag_gridworld", 5, 2000), Case("tag_gridworld", 5, 2000, "sampler")]
+    status, document = run(tmp_path, monkeypatch, cases, 980_000.0, 9800.0, device="cpu")
+    row, sampler = document["rows"]
+    assert (status, document["failures"], row["name"]) == (0, [], "env_only_tag_gridworld_5/2000")
+    assert row["ratio"] == 100.0 and row["peer"]["name"] == "numpy"
+    # 2000 x (2 x 49 bytes of state + 5 agents x 4 x (21 + 6) bytes) at 10 GB/s
+    assert row["note"] == (
+        "4,900,000 agent steps/s; step 2,041 us, floor 128: bytes 128 (1.28 MB), flops 0 (0.0 M); memory 2.00 GB; "
+        "0.10 x WarpDrive's 9,800,000 on an A100"
+    )
+    assert sampler["peer"] is None and sampler["note"].startswith("4,900,000 samples/s; step 2,041 us, floor 28:")
+
+
+def test_goals_that_are_missed_fail(tmp_path, monkeypatch):
+    cases = [Case("tag_gridworld", 5, 60), Case("tag_gridworld", 5, 500)]
+    status, document = run(tmp_path, monkeypatch, cases, 150.0, 10.0, device="cpu")
+    assert status == 1
+    assert document["failures"] == ["env_only_tag_gridworld_5/60: 15.0 x NumPy on a core, the goal is 20."]
+    status, document = run(tmp_path, monkeypatch, [Case("tag_continuous", 45, 2000, "update")], 3e5, 1, device="cuda")
+    assert document["failures"] == ["a2c_tag_continuous_45/2000: 2.00 x WarpDrive, the goal is 5.0."]
+    assert "no floor is known for this device" in document["rows"][0]["note"]
+
+
+def test_the_floor_of_an_update_is_that_of_its_policies():
+    policies = [{"agents": 3, "observation_size": 4, "layers": [(4, 2), (2, 2)]}]
+    details = {"batch_rows": 10, "epochs": 1, "state_bytes": 7.0, "env_flops": 5.0, "kernels": 3, "policies": policies}
+    peak = Gpu(1e3, 1e6, 1e5)
+    found, num_bytes, num_flops = multiagent.least(Case("tag_gridworld", 3, 1, "update"), details, peak)
+    # 10 steps: 2 x 7 bytes of state, 3 rows of 4 x (4 + 6) bytes, written once and read once
+    assert num_bytes == 10 * (14 + 3 * 2 * 40)
+    # F = 2 x 12, of which the first layer 2 x 8: acting F, learning 3 F - 16
+    assert num_flops == 10 * (5 + 3 * (24 + 3 * 24 - 16))
+    assert found == floor.Floor(3e-6, num_bytes / 1e3, num_flops / 1e5)
+
+
+@pytest.mark.parametrize("mode", worker.PROGRAMS)
+@pytest.mark.parametrize(("game", "num_agents"), [("tag_gridworld", 5), ("tag_continuous", 12), ("covid_economy", 52)])
+def test_the_worker_counts_environment_steps(game, num_agents, mode):
+    compiler = Compiler(False)
+    options = {"mode": mode, "full": num_agents <= 5, "compiler": compiler, "device": "cpu"}
+    anakin = worker.build(game, num_agents, 3, **options)
+    anakin.unroll_length = 4
+    measured = worker.measure(anakin, mode, compiler=compiler, seconds=0.0, repeats=2)
+    assert measured["env_steps"] == [12.0, 12.0]  # no episode is so short
+    assert sum(policy["agents"] for policy in measured["policies"]) == num_agents
+    for policy in measured["policies"]:
+        assert sum(inputs == policy["observation_size"] for inputs, _ in policy["layers"]) == 1
+
+
+def test_a_game_with_another_number_of_agents_is_refused():
+    options = {"mode": "env_only", "full": False, "compiler": Compiler(False), "device": "cpu"}
+    with pytest.raises(ValueError, match=r"covid_economy has 52 agents, and not 5\."):
+        worker.build("covid_economy", 5, 1, **options)
+
+
+def test_every_figure_of_warpdrive_has_a_row_on_cuda_and_every_goal_a_figure_or_a_peer():
+    names = [case.name for case in CUDA_CASES]
+    assert len(set(names)) == len(names) and set(WARPDRIVE) <= set(names)
+    assert {case.name for case in CPU_CASES} <= set(names)
+    for begin in multiagent.CPU_GOALS:
+        assert any(case.name.startswith(begin) and case.has_peer for case in CPU_CASES)
+    for end in multiagent.CUDA_GOALS:
+        assert any(name.endswith(end) for name in WARPDRIVE)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
+def test_the_worker_knows_every_case(case):
+    made = worker.GAMES[case.game](case.num_agents, case.num_agents <= MOST_WITH_FULL)
+    assert made.env.spec.groups and sum(made.env.spec.groups.values()) == case.num_agents
+    assert torch.get_num_threads() == 1
+
+
+def test_the_peers_say_what_they_need():
+    done = subprocess.run([sys.executable, str(DRIVER), "--game", "chess"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "tag_gridworld" in done.stderr
