@@ -166,6 +166,14 @@ def test_an_optional_package_is_missing_or_broken_or_fine(monkeypatch):
     assert only(module._packages) == Finding("ok", "tensorboard", "1.0, for events")
 
 
+def test_what_a_package_prints_when_it_is_imported_is_not_in_the_report(tmp_path, monkeypatch, capsys):
+    (tmp_path / "chatty_package.py").write_text("print('no warp here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "_OPTIONAL", {"chatty_package": ("chat", "talk")})
+    monkeypatch.setattr(module, "_version", lambda _: "1.0")
+    assert only(module._packages).status == "ok" and capsys.readouterr().out == ""
+
+
 def test_what_it_means_that_torchrls_extension_does_not_load(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchrl._torchrl", None)
     found = only(module._torchrl_extension)

@@ -1,8 +1,10 @@
 """What works on this machine, and why not: `torchpod doctor`."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import platform
 import shutil
@@ -215,7 +217,8 @@ def _packages() -> Iterator[Finding]:
             yield Finding("no", name, f"is not installed; optional, for {use}", f"pip install torchpod-rl[{extra}]")
             continue
         try:
-            importlib.import_module(name)
+            with contextlib.redirect_stdout(io.StringIO()):  # Brax says which packages it would like to have
+                importlib.import_module(name)
         except Exception as error:
             repair = f"pip install --force-reinstall torchpod-rl[{extra}]"
             yield Finding("no", name, f"{version} cannot be imported: {_first_line(error)}", repair)

@@ -145,8 +145,8 @@ class CovidEconomy(TensorEnv):
     subsidies, 0 to 20, to which it is bound for 90 days. What the `action_mask` forbids is taken as 0, or for the
     planner as the level that it has.
 
-    Nothing terminates: the original's `done` after 540 days is a truncation, `LAST` with discount 1. Nothing is random,
-    unless `randomise`.
+    Nothing terminates: the original's `done` after 540 days is a truncation, `LAST` with discount 1, unless `terminal`.
+    Nothing is random, unless `randomise`.
 
     Observation of a governor, `numbers` `[51, 64]` and `action_mask` `[51, 11]`: which state it is (51); susceptible,
     infected, recovered or vaccinated, dead, vaccinated, unemployed (by population); output (by that of good times);
@@ -163,6 +163,8 @@ class CovidEconomy(TensorEnv):
 
     Args:
       max_episode_steps: days, at most 600.
+      terminal: True makes the last day an end, after which there is no value, as in the original: agents that know the
+        day then learn to do best until that day.
       enforce_masks: False applies a governor's level even where the mask forbids it, as the original does.
       cooldown: days from one change of a level to the next.
       subsidy_interval: days from one decision of the planner to the next.
@@ -194,17 +196,19 @@ class CovidEconomy(TensorEnv):
         response_scale: float = 1.0,
         unemployment_scale: float = 1.0,
         randomise: float = 0.0,
+        terminal: bool = False,
     ) -> None:
         at_least(1, max_episode_steps=max_episode_steps, cooldown=cooldown, subsidy_interval=subsidy_interval)
         at_least(1, vaccine_interval=vaccine_interval)
         at_least(0, vaccine_day=vaccine_day)
-        true_or_false(enforce_masks=enforce_masks)
+        true_or_false(enforce_masks=enforce_masks, terminal=terminal)
         if max_episode_steps > WINDOW:
             raise ValueError(
                 f"max_episode_steps={max_episode_steps} is more than {WINDOW}, the days that unemployment remembers; "
                 "use fewer."
             )
-        self.max_episode_steps, self.enforce_masks, self.cooldown = max_episode_steps, enforce_masks, cooldown
+        self.max_episode_steps, self.terminal = max_episode_steps, terminal
+        self.enforce_masks, self.cooldown = enforce_masks, cooldown
         self.subsidy_interval, self.vaccine_day, self.vaccine_interval = subsidy_interval, vaccine_day, vaccine_interval
         self.risk_aversion = number("risk_aversion", risk_aversion, 0.0, 100.0)
         self.randomise = number("randomise", randomise, 0.0, 1.0)
@@ -315,7 +319,7 @@ class CovidEconomy(TensorEnv):
         country = state.country + torch.cat([*(x.sum(-1, keepdim=True) for x in each), *planner], -1)
         epidemic, economy = (s, i, removed, vaccinated), (memory, unemployed, output)
         new = CovidEconomyState(day, recent, older, wait, subsidy, *epidemic, *economy, state.scales, country)
-        return new, reward, torch.zeros_like(decides)
+        return new, reward, (day >= self.max_episode_steps) & self.terminal
 
     def observe(self, state: CovidEconomyState) -> dict[str, dict[str, Tensor]]:
         """See the class."""

@@ -295,6 +295,20 @@ def test_a_governor_that_acts_waits_for_28_days(acts_on, allowed):
     assert seen == allowed
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_last_day_is_an_end_only_if_it_is_said_to_be(terminal):
+    env, keys = CovidEconomy(4, terminal=terminal), random.split(random.key(0), 2)
+    state, timestep = env.init(keys)
+    zeros = {"governor": torch.zeros(2, N, dtype=torch.int64), "planner": torch.zeros(2, 1, dtype=torch.int64)}
+    seen = []
+    for _ in range(10):
+        state, timestep = env.step(state, zeros, keys)
+        seen.append((timestep.step_type[1].item(), timestep.discount["governor"].min().item()))
+        assert (timestep.discount["governor"][1] == timestep.discount["planner"][1]).all()
+    episode = [(MID, 1), (MID, 1), (MID, 1), (LAST, 0 if terminal else 1), (FIRST, 1)]
+    assert seen == 2 * episode
+
+
 def test_the_planner_is_bound_for_90_days():
     env, keys = CovidEconomy(), random.key(0)[None]
     state, timestep = env.init(keys)
@@ -332,6 +346,7 @@ def test_randomised_environments_differ_and_each_equals_its_oracle():
         ({"cooldown": 0}, "cooldown=0"),
         ({"vaccine_day": -1}, "vaccine_day=-1"),
         ({"enforce_masks": 1}, "enforce_masks=1"),
+        ({"terminal": 0}, "terminal=0"),
         ({"randomise": 1.5}, "randomise=1.5"),
         ({"risk_aversion": -1.0}, "risk_aversion=-1"),
         ({"spread_scale": "a"}, "spread_scale='a'"),
