@@ -7,7 +7,7 @@ games begun again; `rollout`, with networks, sampling and storage; `a2c`, with t
 Rates are environment steps per second, without those that reset; of the sampler, calls times environments, for all that
 an agent chooses: WarpDrive, Lan et al. 2021 (https://arxiv.org/abs/2108.13976), calls it for each choice. In the note:
 agent steps per second, memory, the physical floor, and what WarpDrive reached on an A100, by that paper. The peer is
-one game in NumPy (peers/numpy_tag.py) on the same core, whatever the number of environments. Observations are full up
+one game in NumPy (peers/numpy_games.py) on the same core, whatever the number of environments. Observations are full up
 to 45 agents, beyond that partial. On CUDA, if there is any, all sizes are measured. Read harness.py first.
 """
 
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     @property
     def has_peer(self) -> bool:
         """Whether there is one in NumPy."""
-        return self.mode == "env_only" and self.game.startswith("tag_")
+        return self.mode == "env_only"
 
 
 GRID, PLANE, COVID = "tag_gridworld", "tag_continuous", "covid_economy"
@@ -160,7 +160,7 @@ def main(
 
 def default_workers() -> tuple[Worker, Worker]:
     """Torchpod, and NumPy without it, in this Python."""
-    driver = str(harness.ROOT / "bench" / "peers" / "numpy_tag.py")
+    driver = str(harness.ROOT / "bench" / "peers" / "numpy_games.py")
     return (
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.multiagent_worker")),
         Worker("numpy", (sys.executable, driver)),

@@ -35,8 +35,9 @@ from torchpod.types import FIRST, Tree
 
 ACTION_SETS = 8
 """Random actions of all environments, drawn beforehand and used in turn: what they cost is a row of its own."""
-CHUNK_ROWS = 16_384
-"""Rows of agents per gradient call on a CPU, about."""
+CHUNK_ROWS = {"cpu": 16_384, "cuda": 1 << 22}
+"""Rows of agents per gradient call, about: what stays in a cache, and what holds the activations of 2000 x 1000 agents
+below the rest of the memory."""
 FEW_STEPS = 8
 MOST_COPIED = 1 << 28
 
@@ -198,15 +199,13 @@ def build(
     groups = made.env.spec.groups or {}
     if sum(groups.values()) != num_agents:
         raise ValueError(f"{game} has {sum(groups.values())} agents, and not {num_agents}.")
-    learner, unroll_length = made.learner, made.unroll_length
-    if device == "cpu":
-        learner = dataclasses.replace(learner, chunk_rows=max(1, CHUNK_ROWS // num_agents))
-        unroll_length = unroll_length if mode in ("rollout", "update") else FEW_STEPS
+    learner = dataclasses.replace(made.learner, chunk_rows=max(1, CHUNK_ROWS[device] // num_agents))
+    few = device == "cpu" and mode not in ("rollout", "update")
     return Anakin(
         lambda: IA2C(made.env.spec, made.config),
         made.env,
         num_envs=num_envs,
-        unroll_length=unroll_length,
+        unroll_length=FEW_STEPS if few else made.unroll_length,
         learner=learner,
         num_iterations=1,
         compiler=compiler,

@@ -1,18 +1,6 @@
-"""The NumPy peer of the `multiagent` suite: one game of Tag, arrays over its agents, one JSON line.
+"""Tag in NumPy: one game, arrays over its agents. Rules: torchpod/envs/multi_agent."""
 
-As a user of NumPy would write it: every step is a few operations on arrays of all agents, observations are made, and a
-game that is over starts again. Actions are drawn before the clock starts. Rules: torchpod/envs/multi_agent.
-
-    taskset -c 0 python bench/peers/numpy_tag.py --game tag_gridworld --num-agents 5 --mode env_only --repeats 3
-"""
-
-import argparse
-import json
 import math
-import os
-import platform
-import statistics
-import time
 
 import numpy as np
 
@@ -26,7 +14,7 @@ class TagGridWorld:
 
     def __init__(self, num_taggers, grid_length=100, full=True, max_episode_steps=100):
         self.num_taggers, self.length, self.full, self.limit = num_taggers, grid_length, full, max_episode_steps
-        self.size, self.nvec = num_taggers + 1, (5,)
+        self.size = num_taggers + 1
         # What an observation says of types and of oneself never changes.
         self.seen = np.zeros((self.size, 4 * self.size + 1 if full else 6), F)
         if full:
@@ -34,6 +22,9 @@ class TagGridWorld:
             self.seen[:, 3 * self.size : -1] = np.eye(self.size)
         else:
             self.seen[-1, 4] = 1
+
+    def actions(self, rng, num):
+        return rng.integers(0, 5, (num, self.size))
 
     def reset(self, start=None):
         self.time = 0
@@ -70,12 +61,15 @@ class TagContinuous:
 
     def __init__(self, num_taggers, num_runners, full=False, num_seen=10, max_episode_steps=500, seed=0):
         self.num_taggers, self.size, self.full, self.num_seen = num_taggers, num_taggers + num_runners, full, num_seen
-        self.length, self.limit, self.nvec = F(20.0), max_episode_steps, (21, 21)
+        self.length, self.limit = F(20.0), max_episode_steps
         self.accelerations = np.concatenate([[0], np.linspace(-0.1, 0.1, 20)]).astype(F)
         self.turns = np.concatenate([[0], np.linspace(-2.356, 2.356, 20)]).astype(F)
         self.is_tagger = (np.arange(self.size) < num_taggers).astype(F)
         self.others = ~np.eye(self.size, dtype=bool)
         self.rng = np.random.default_rng(seed)
+
+    def actions(self, rng, num):
+        return rng.integers(0, 21, (num, self.size, 2))
 
     def reset(self, start=None):
         if start is None:
@@ -131,72 +125,3 @@ class TagContinuous:
         there = np.isfinite(distance[rows, who]) & self.alive[:, None]
         parts = [(f[who] - f[:, None]) * there for f in moving] + [self.is_tagger[who] * there, there]
         return np.concatenate([*parts, (self.alive * now)[:, None]], 1, dtype=F)
-
-
-def make(game, num_agents, full, seed=0):
-    """As torchpod.bench.multiagent_worker makes it."""
-    if game == "tag_gridworld":
-        return TagGridWorld(num_agents - 1, full=full)
-    num_taggers = max(1, num_agents // 10)
-    return TagContinuous(num_taggers, num_agents - num_taggers, full=full, seed=seed)
-
-
-def main():
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--game", choices=["tag_gridworld", "tag_continuous"], required=True)
-    parser.add_argument("--num-agents", type=int, default=5)
-    parser.add_argument("--num-envs", help="of torchpod; here it is one")
-    parser.add_argument("--mode", choices=["env_only"], default="env_only")
-    parser.add_argument("--full", action="store_true", help="the full observation")
-    parser.add_argument("--device", help="of torchpod; ignored here")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a timed call, about")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    env = make(args.game, args.num_agents, args.full, args.seed)
-    rng = np.random.default_rng(args.seed)
-    actions = rng.integers(0, env.nvec[0], (64, args.num_agents, len(env.nvec)))
-    actions = actions[..., 0] if len(env.nvec) == 1 else actions
-    env.reset()
-
-    def play(steps):
-        for i in range(steps):
-            _, _, terminated, truncated = env.step(actions[i % 64])
-            if terminated or truncated:
-                env.reset()
-
-    play(20)
-    began = time.perf_counter()
-    play(50)
-    steps = max(10, round(50 * args.seconds / (time.perf_counter() - began)))
-    wall_s, cpu_s = [], []
-    for _ in range(args.repeats):
-        wall, cpu = time.perf_counter(), time.process_time()
-        play(steps)
-        wall_s.append(time.perf_counter() - wall)
-        cpu_s.append(time.process_time() - cpu)
-    rates = [steps / wall for wall in wall_s]
-    work = {"num_envs": 1, "unroll_length": steps, "epochs": 0, "minibatches": 0, "batch_rows": steps, "param_count": 0}
-    result = {
-        "framework": "numpy",
-        "mode": args.mode,
-        **work,
-        "dtype": "float32",
-        "iterations": 1,
-        "total_iterations": 1,
-        "compile_s": 0.0,
-        "env_steps": [steps] * args.repeats,
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
-        "episode_return": None,
-        "episodes": 0,
-        "threads": {"affinity": len(os.sched_getaffinity(0))},
-        "versions": {"numpy": np.__version__, "python": platform.python_version()},
-    }
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

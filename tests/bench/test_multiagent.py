@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from torchpod import random
 from torchpod.bench import floor, harness, multiagent
 from torchpod.bench import multiagent_worker as worker
 from torchpod.bench.floor import Gpu
 from torchpod.bench.harness import Worker
 from torchpod.bench.multiagent import CPU_CASES, CUDA_CASES, MOST_WITH_FULL, WARPDRIVE, Case
 from torchpod.compile import Compiler
+from torchpod.envs import CovidEconomy
 from torchpod.testing import check_consistency
+from torchpod.types import FIRST, LAST
 
-DRIVER = harness.ROOT / "bench" / "peers" / "numpy_tag.py"
+DRIVER = harness.ROOT / "bench" / "peers" / "numpy_games.py"
 PRODUCT = {"2048x64x64": 50.0}
 
 FAKE = """
@@ -36,12 +39,10 @@ print(json.dumps({
 """
 
 
-def peer():
-    spec = importlib.util.spec_from_file_location("numpy_tag", DRIVER)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def peer(monkeypatch):
+    monkeypatch.syspath_prepend(DRIVER.parent)
+    return importlib.import_module(DRIVER.stem)
 
 
 class Reference:
@@ -65,15 +66,41 @@ class Reference:
 
 @pytest.mark.parametrize("game", ["tag_gridworld", "tag_continuous"])
 @pytest.mark.parametrize(("num_agents", "full"), [(5, True), (30, False), (45, True)])
-def test_the_peer_plays_the_same_game(game, num_agents, full):
+def test_the_peer_plays_the_same_game(peer, game, num_agents, full):
     """With one seed: where two are equally near but for the last bit, the peer may see them in another order."""
     env = worker.GAMES[game](num_agents, full).env
-    reference = Reference(peer().make(game, num_agents, full), env.spec.groups)
+    reference = Reference(peer.make(game, num_agents, full), env.spec.groups)
     check_consistency(env, reference, num_envs=2, num_steps=120, seed=0, rtol=0, atol=2e-6)
 
 
-def test_the_peer_is_a_worker_of_the_harness(tmp_path):
-    case = Case("tag_gridworld", 5, 60)
+def test_the_peer_has_the_same_economy(peer, seed):
+    """Masked actions too, over an episode and the first days of the next."""
+    env, game, rng = CovidEconomy(), peer.make("covid_economy", 52, False), np.random.default_rng(seed)
+    keys = random.key(0)[None]
+
+    def require_equal(observation, timestep):
+        for group, (numbers, mask) in zip(("governor", "planner"), observation, strict=True):
+            seen = timestep.observation[group]
+            np.testing.assert_allclose(seen["numbers"][0].numpy(), numbers, rtol=0, atol=2e-6)
+            assert np.array_equal(seen["action_mask"][0].numpy(), mask)
+
+    state, timestep = env.init(keys)
+    require_equal(game.reset(), timestep)
+    for action in game.actions(rng, 600):
+        chosen = torch.from_numpy(action)[None]
+        state, timestep = env.step(state, {"governor": chosen[:, :-1], "planner": chosen[:, -1:]}, keys)
+        if (timestep.step_type == FIRST).all():
+            require_equal(game.reset(), timestep)
+            continue
+        observation, reward, terminated, truncated = game.step(action)
+        require_equal(observation, timestep)
+        found = torch.cat([timestep.reward["governor"], timestep.reward["planner"]], 1)[0]
+        np.testing.assert_allclose(found.numpy(), reward, rtol=0, atol=1e-5)
+        assert (terminated, truncated) == (False, (timestep.step_type == LAST).item())
+
+
+@pytest.mark.parametrize("case", [Case("tag_gridworld", 5, 60), Case("covid_economy", 52, 60)])
+def test_the_peer_is_a_worker_of_the_harness(case, tmp_path):
     arguments = multiagent.case_arguments(case, "cpu", 0.01, 2, seed=3)
     ours = Worker("numpy", (sys.executable, str(DRIVER)))
     measured = harness.run_worker(ours, arguments, core=None, cache_dir=tmp_path, timeout_s=60)
