@@ -8,6 +8,8 @@ A key is an int64 tensor `[..., 3]` = (word, word, counter), every entry in [0, 
 step number with `at`; inside one step draw ONE block of words and cut it up: a second block costs compile time.
 """
 
+import functools
+import itertools
 import math
 
 import numpy as np
@@ -156,16 +158,16 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 def choose(height: Tensor, logits: Tensor) -> Tensor:
     """The same by a given uniform number, `[..., 1]` in [0, 1)."""
-    probs = logits.softmax(-1)
-    num = probs.shape[-1]
-    if num <= 32:  # fuses into one kernel; a cumsum does not
-        lower = torch.ones(num, num, dtype=probs.dtype, device=probs.device).tril()
-        cdf = (probs.unsqueeze(-2) * lower).sum(-1)
-    else:
-        cdf = probs.cumsum(-1)
     # Scaled by the total: rounding may leave it below 1, and then the last index would win even with probability 0.
-    threshold = height * cdf[..., -1:]
-    return (threshold >= cdf[..., :-1]).sum(-1)
+    if logits.shape[-1] > 32:
+        cdf = logits.softmax(-1).cumsum(-1)
+        return (height * cdf[..., -1:] >= cdf[..., :-1]).sum(-1)
+    # Number by number: so the compiler makes one loop over rows, and vectorises it.
+    each = logits.unbind(-1)
+    top = functools.reduce(torch.maximum, each)
+    cdf = [*itertools.accumulate((x - top).exp() for x in each)]
+    threshold = height[..., 0] * cdf[-1]
+    return sum(((threshold >= c).long() for c in cdf[:-1]), torch.zeros_like(threshold, dtype=torch.int64))
 
 
 def permutation(key: Tensor, num: int) -> Tensor:

@@ -19,12 +19,12 @@ STARTS = ("center", "scattered", "uniform")
 
 
 class TagGridWorldState(NamedTuple):
-    """Of all A agents, the taggers first and the runner last."""
+    """Where the taggers are, and the runner: apart, so that what taggers do compiles to few loops."""
 
-    x: Tensor
-    """`[B, A]` int32, from 0 to `grid_length`, both included."""
-    y: Tensor
-    """`[B, A]` int32."""
+    x: dict[str, Tensor]
+    """Per group `[B, N]` int32, from 0 to `grid_length`, both included."""
+    y: dict[str, Tensor]
+    """Per group `[B, N]` int32."""
     time: Tensor
     """`[B]` int32, steps since the start."""
 
@@ -90,58 +90,70 @@ class TagGridWorld(TensorEnv):
     def reset(self, keys: Tensor) -> TagGridWorldState:
         """Everybody in place."""
         time = torch.zeros(keys.shape[:-1], dtype=torch.int32, device=keys.device)
-        is_runner = self._is_runner(keys)
+        corner = {"runner": torch.zeros_like(time)[..., None]}
         if self.start == "center":
-            x = time[..., None] + torch.where(is_runner, 0, self.grid_length // 2).int()
-            return TagGridWorldState(x, x, time)
-        words = random.bits(keys, 2 * self.num_agents).chunk(2, -1)
+            middle = torch.full((self.num_taggers,), self.grid_length // 2, dtype=torch.int32, device=keys.device)
+            place = {"tagger": time[..., None] + middle} | corner
+            return TagGridWorldState(place, place, time)
+        words = (self._groups(w) for w in random.bits(keys, 2 * self.num_agents).chunk(2, -1))
         if self.start == "uniform":
-            x, y = (random.to_integer(w, self.grid_length + 1).int() for w in words)
+            x, y = ({g: random.to_integer(w[g], self.grid_length + 1).int() for g in w} for w in words)
         else:
-            x, y = (torch.where(is_runner, 0, 1 + random.to_integer(w, self.grid_length - 1)).int() for w in words)
+            inside = (1 + random.to_integer(w["tagger"], self.grid_length - 1) for w in words)
+            x, y = ({"tagger": place.int()} | corner for place in inside)
         return TagGridWorldState(x, y, time)
 
     def transition(
         self, state: TagGridWorldState, action: dict[str, Tensor], keys: Tensor
     ) -> tuple[TagGridWorldState, dict[str, Tensor], Tensor]:
         """Everybody moves, then the cells are compared."""
-        chosen, n = torch.cat([action["tagger"], action["runner"]], -1), self.num_taggers
-        to_x = state.x + (chosen == 1).int() - (chosen == 2).int()
-        to_y = state.y + (chosen == 3).int() - (chosen == 4).int()
-        x, y = to_x.clamp(0, self.grid_length), to_y.clamp(0, self.grid_length)
-        wall = self.wall_hit_penalty * ((x != to_x) | (y != to_y)).float()
+        x, y, wall = {}, {}, {}
+        for group in state.x:
+            chosen = action[group].int()
+            to_x = state.x[group] + (chosen == 1).int() - (chosen == 2).int()
+            to_y = state.y[group] + (chosen == 3).int() - (chosen == 4).int()
+            x[group], y[group] = to_x.clamp(0, self.grid_length), to_y.clamp(0, self.grid_length)
+            wall[group] = self.wall_hit_penalty * ((x[group] != to_x) | (y[group] != to_y)).float()
         tagged = self._tagged(x, y)
-        tagger = torch.where(tagged, self.tag_reward_for_tagger, -self.step_cost_for_tagger) - wall[..., :n]
-        runner = torch.where(tagged, -self.tag_penalty_for_runner, self.step_cost_for_tagger) - wall[..., n:]
+        tagger = torch.where(tagged, self.tag_reward_for_tagger, -self.step_cost_for_tagger) - wall["tagger"]
+        runner = torch.where(tagged, -self.tag_penalty_for_runner, self.step_cost_for_tagger) - wall["runner"]
         return TagGridWorldState(x, y, state.time + 1), {"tagger": tagger, "runner": runner}, tagged[..., 0]
 
     def observe(self, state: TagGridWorldState) -> dict[str, Tensor]:
         """`[B, N, 4 A + 1]` or `[B, N, 6]` per group."""
-        n, size = self.num_taggers, (*state.x.shape, -1)
-        x, y = (place.float() / self.grid_length for place in (state.x, state.y))
-        time = (state.time.float() / self.max_episode_steps)[..., None, None].expand(*state.x.shape, 1)
-        is_runner = self._is_runner(x).float()
+        time = (state.time.float() / self.max_episode_steps)[..., None]
         if self.use_full_observation:
-            same = torch.eye(self.num_agents, device=x.device).expand(size)
-            everybody = torch.cat([x, y, is_runner.expand_as(x)], -1)[..., None, :].expand(size)
-            seen = torch.cat([everybody, same, time], -1)
-        else:
-            dx, dy = (place[..., :n] - place[..., n:] for place in (state.x, state.y))
-            nearest = (dx * dx + dy * dy).argmin(-1, keepdim=True)  # of equal ones the first
-            others = (torch.where(is_runner == 1, p.gather(-1, nearest), p[..., n:]) for p in (x, y))
+            x, y = (
+                torch.cat([place["tagger"], place["runner"]], -1).float() / self.grid_length
+                for place in (state.x, state.y)
+            )
+            size = (*x.shape, -1)
+            same = torch.eye(self.num_agents, device=x.device)
+            everybody = torch.cat([x, y, same[-1].expand_as(x)], -1)[..., None, :].expand(size)
+            seen = torch.cat([everybody, same.expand(size), time[..., None].expand(*x.shape, 1)], -1)
+            return self._groups(seen, -2)
+        dx, dy = (place["tagger"] - place["runner"] for place in (state.x, state.y))
+        nearest = (dx * dx + dy * dy).argmin(-1, keepdim=True)  # of equal ones the first
+        own = {g: (state.x[g], state.y[g]) for g in state.x}
+        others = {"tagger": own["runner"], "runner": tuple(p.gather(-1, nearest) for p in own["tagger"])}
+        seen = {}
+        for group, places in own.items():
+            near = (place.float() / self.grid_length for place in (*places, *others[group]))
+            is_runner = torch.full_like(time, float(group == "runner"))
             # Agents last, and then turned: so the compiler vectorises.
-            seen = torch.stack([x, y, *others, is_runner.expand_as(x), time[..., 0]], -2).transpose(-1, -2)
-        return {"tagger": seen[..., :n, :], "runner": seen[..., n:, :]}
+            columns = [x.expand(*x.shape[:-1], places[0].shape[-1]) for x in (*near, is_runner, time)]
+            seen[group] = torch.stack(columns, -2).transpose(-1, -2)
+        return seen
 
     def extras(self, state: TagGridWorldState) -> dict[str, Tree]:
         """Of an episode, whether the runner was tagged: 1 or 0."""
         return {"episode": {"tag_rate": self._tagged(state.x, state.y)[..., 0].float()}}
 
-    def _tagged(self, x: Tensor, y: Tensor) -> Tensor:
+    def _tagged(self, x: dict[str, Tensor], y: dict[str, Tensor]) -> Tensor:
         """`[B, 1]` bool: a tagger is in the runner's cell."""
-        n = self.num_taggers
-        return ((x[..., :n] == x[..., n:]) & (y[..., :n] == y[..., n:])).any(-1, keepdim=True)
+        return ((x["tagger"] == x["runner"]) & (y["tagger"] == y["runner"])).any(-1, keepdim=True)
 
-    def _is_runner(self, like: Tensor) -> Tensor:
-        """`[A]` bool."""
-        return torch.arange(self.num_agents, device=like.device) == self.num_taggers
+    def _groups(self, everybody: Tensor, axis: int = -1) -> dict[str, Tensor]:
+        """The runner is the last."""
+        tagger, runner = everybody.split([self.num_taggers, 1], axis)
+        return {"tagger": tagger, "runner": runner}

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -78,7 +79,7 @@ def draw_tag_gridworld(canvas: Canvas, env: TagGridWorld, states: TagGridWorldSt
         for i in range(cells):
             canvas.line([field.at(i, 0), field.at(i, env.grid_length)], mix(GREY, FLOOR, 0.8), 1)
             canvas.line([field.at(0, i), field.at(env.grid_length, i)], mix(GREY, FLOOR, 0.8), 1)
-    xs, ys = (x[-TRAIL:].tolist() for x in (states.x, states.y))
+    xs, ys = (torch.cat([p["tagger"], p["runner"]], -1)[-TRAIL:].tolist() for p in (states.x, states.y))
     for i in range(env.num_agents):
         field.trail([row[i] for row in xs], [row[i] for row in ys], RED if i < n else BLUE)
     places = list(zip(xs[-1], ys[-1], strict=True))
@@ -92,7 +93,7 @@ def draw_tag_gridworld(canvas: Canvas, env: TagGridWorld, states: TagGridWorldSt
         canvas.circle(field.at(*runner), field.radius + 4, RED)
     field.disc(field.at(*runner), BLUE)
     field.legend([("taggers", RED, n), ("tagged" if runner in taggers else "runner", BLUE, "")])
-    away = _numpy(states.x[:, :n] - states.x[:, n:]), _numpy(states.y[:, :n] - states.y[:, n:])
+    away = (_numpy(p["tagger"] - p["runner"]) for p in (states.x, states.y))
     nearest = np.hypot(*away).min(1)
     panel = field.panel("nearest tagger", RED, max(float(nearest.max()), 1.0))
     draw_curves(canvas, panel, nearest, env.spec.max_episode_steps or 1, value=f"{nearest[-1]:.1f}")

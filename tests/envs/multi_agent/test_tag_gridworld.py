@@ -15,6 +15,11 @@ from torchpod.types import FIRST, LAST
 MOVES = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
 
 
+def by_group(place):
+    """[B, A] -> what a state has."""
+    return {"tagger": place[:, :-1].int(), "runner": place[:, -1:].int()}
+
+
 class Oracle:
     """One game, agent by agent."""
 
@@ -22,7 +27,8 @@ class Oracle:
         self.env, self.size, self.length = env, env.num_taggers + 1, env.grid_length
 
     def reset(self, state):
-        self.places = [(int(x), int(y)) for x, y in zip(state.x, state.y, strict=True)]
+        xs, ys = ([*place["tagger"].tolist(), *place["runner"].tolist()] for place in (state.x, state.y))
+        self.places = [*zip(xs, ys, strict=True)]
         self.time = 0
         return self.observe()
 
@@ -91,7 +97,7 @@ def play(x, y, actions, **arguments):
     """One step of four taggers and a runner from given places."""
     env = TagGridWorld(4, 4, tag_penalty_for_runner=2.0, max_episode_steps=10, **arguments)
     keys, (x, y, actions) = random.key(0)[None], (torch.tensor([v]) for v in (x, y, actions))
-    start = TagGridWorldState(x.int(), y.int(), torch.zeros(1, dtype=torch.int32))
+    start = TagGridWorldState(by_group(x), by_group(y), torch.zeros(1, dtype=torch.int32))
     state, _ = env.begin(start, keys)
     (state, _, _), timestep = env.step(state, {"tagger": actions[:, :4], "runner": actions[:, 4:]}, keys)
     return state, timestep, torch.cat([timestep.reward["tagger"], timestep.reward["runner"]], -1)[0]
@@ -106,13 +112,14 @@ def test_the_first_golden_step():
 def test_the_second_golden_step():
     state, timestep, reward = play([1, 3, 3, 1, 0], [1, 1, 3, 3, 1], [1, 3, 2, 4, 1])
     torch.testing.assert_close(reward, torch.tensor([-0.01, -0.01, -0.01, -0.01, 0.01]))
-    assert state.x.tolist() == [[2, 3, 2, 1, 1]] and state.y.tolist() == [[1, 2, 3, 2, 1]]
+    assert state.x["tagger"].tolist() == [[2, 3, 2, 1]] and state.y["tagger"].tolist() == [[1, 2, 3, 2]]
+    assert state.x["runner"].item() == state.y["runner"].item() == 1
     assert timestep.step_type.item() != LAST
 
 
 def test_who_swaps_cells_is_not_tagged():
     state, timestep, reward = play([1, 4, 4, 4, 2], [2, 0, 0, 0, 2], [1, 0, 0, 0, 2])
-    assert state.x[0, 0] == 2 and state.x[0, 4] == 1
+    assert state.x["tagger"][0, 0] == 2 and state.x["runner"].item() == 1
     torch.testing.assert_close(reward, torch.tensor([-0.01, -0.01, -0.01, -0.01, 0.01]))
     assert timestep.step_type.item() != LAST
 
@@ -125,7 +132,8 @@ def test_of_equally_near_taggers_the_runner_sees_the_first():
 def test_time_up_truncates_and_a_tag_in_the_last_step_terminates():
     env, keys = TagGridWorld(1, 4, max_episode_steps=3), random.split(random.key(0), 2)
     stay, still = {"tagger": torch.zeros(2, 1).long(), "runner": torch.zeros(2, 1).long()}, torch.tensor([[0], [1]])
-    place = TagGridWorldState(torch.tensor([[2, 0], [1, 0]]).int(), torch.zeros(2, 2).int(), torch.zeros(2).int())
+    x, y = torch.tensor([[2, 0], [1, 0]]), torch.zeros(2, 2)
+    place = TagGridWorldState(by_group(x), by_group(y), torch.zeros(2).int())
     state, _ = env.begin(place, keys)
     for last in (False, False, True):
         action = stay | ({"runner": still} if last else {})
@@ -140,12 +148,13 @@ def test_starts_are_what_their_names_say(seed):
     center, scattered, uniform = (
         TagGridWorld(4, 6, start=start).reset(keys) for start in ("center", "scattered", "uniform")
     )
-    assert (center.x[:, :4] == 3).all() and (center.y[:, :4] == 3).all()
+    assert (center.x["tagger"] == 3).all() and (center.y["tagger"] == 3).all()
     for state in (center, scattered):
-        assert (state.x[:, 4] == 0).all() and (state.y[:, 4] == 0).all()
-    for place, values in ((scattered.x[:, :4], range(1, 6)), (uniform.x, range(7)), (uniform.y, range(7))):
+        assert (state.x["runner"] == 0).all() and (state.y["runner"] == 0).all()
+    for place, values in ((scattered.x["tagger"], range(1, 6)), (uniform.x["tagger"], range(7))):
         assert place.unique().tolist() == list(values)
         assert (place[:, 0] != place[:, 1]).any()
+    assert uniform.y["tagger"].unique().tolist() == uniform.y["runner"].unique().tolist() == list(range(7))
     state, timestep = (env := TagGridWorld(4, 2, start="uniform")).init(keys)
     zero = {"tagger": torch.zeros(500, 4).long(), "runner": torch.zeros(500, 1).long()}
     before = state[0]
@@ -153,7 +162,7 @@ def test_starts_are_what_their_names_say(seed):
         state, timestep = env.step(state, zero, random.at(keys, i))
         if (timestep.step_type == FIRST).all():
             break
-    assert (state[0].x != before.x).any()  # another episode, another start
+    assert (state[0].x["tagger"] != before.x["tagger"]).any()  # another episode, another start
 
 
 @pytest.mark.parametrize(
