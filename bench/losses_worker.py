@@ -28,6 +28,8 @@ from torchpod.types import Trajectory
 
 NUM_ENVS, RATE, TAU, MAX_NORM = 16, 3e-4, 0.005, 10.0
 SIDES = ("torchpod", "torchrl")
+BEGUN_AGAIN = 500
+"""Updates after which ours begins anew: by thousands on one batch a policy leaves it so far that ratios overflow."""
 
 
 def env_for(loss: str) -> Env:
@@ -68,11 +70,13 @@ def ours(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Call
         batch = agent.prepare(trajectory, keys)
     minibatches = learner._standardise_one(*learner._deal_one(batch, keys))
     chunks = learner._cut(minibatches)
-    root, count = random.key(seed), 0
+    root, count, first = random.key(seed), 0, pytree.tree_map(torch.clone, state)
 
     def update() -> Tensor:
         nonlocal state, count
         count += 1
+        if count % BEGUN_AGAIN == 0:
+            state = pytree.tree_map(torch.clone, first)
         key = random.at(root, count)
         state, metrics, _ = learner._steps(state, chunks, (key,), *learner._before_chunks(state, chunks, key))
         state = state._replace(buffers=buffers | state.buffers)
