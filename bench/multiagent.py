@@ -65,7 +65,7 @@ CPU_CASES = (
     *(Case(COVID, 52, envs) for envs in (60, 1000)),
     *(Case(COVID, 52, 60, mode) for mode in LEARNING),
 )
-"""What a core does in a quarter of an hour."""
+"""What a core does in twenty minutes."""
 CUDA_CASES = (
     *(Case(GRID, agents, envs, mode) for agents in (5, 100, 1000) for envs in (60, 500, 2000) for mode in WORK),
     *(Case(PLANE, agents, envs, mode) for agents in (5, 45, 100) for envs in (60, 500, 2000) for mode in WORK),

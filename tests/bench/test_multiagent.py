@@ -195,3 +195,18 @@ def test_the_worker_knows_every_case(case):
 def test_the_peers_say_what_they_need():
     done = subprocess.run([sys.executable, str(DRIVER), "--game", "chess"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "tag_gridworld" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_thousand_agents_take_the_memory_that_is_promised():
+    """Of each agent and step of the unroll, from the difference of two sizes: docs/multi-agent.md."""
+
+    def memory(num_envs):
+        command = [sys.executable, "-m", "torchpod.bench.multiagent_worker", "--num-agents", "1000"]
+        command += ["--game", "tag_gridworld", "--mode", "update", "--seconds", "0.01", "--repeats", "1"]
+        done = subprocess.run([*command, "--num-envs", str(num_envs)], capture_output=True, text=True, check=True)
+        measured = json.loads(done.stdout)
+        return measured["memory_bytes"], measured["unroll_length"]
+
+    (few, length), (many, _) = memory(15), memory(60)
+    assert 100 < (many - few) / (45 * 1000 * length) <= 280
