@@ -3,8 +3,9 @@
     torchpod bench losses [--json FILE] [--quick] [--only NAME]
 
 An update is the loss of one minibatch, its gradients, clipping, Adam, and the targets; the same networks, rows and
-settings on both sides. Small: 256 rows, 2 x 64 networks, where TorchRL's time is that of Python between operators;
-large: 8192 rows, 2 x 256, where it is that of matrix products. Read harness.py first.
+settings on both sides; ours begins anew every 500 updates, of which TorchRL does fewer. Small: 256 rows, 2 x 64
+networks, where TorchRL's time is that of Python between operators; large: 8192 rows, 2 x 256, where it is that of
+matrix products. Read harness.py first.
 """
 
 import os

@@ -29,7 +29,7 @@ from torchpod.types import Trajectory
 NUM_ENVS, RATE, TAU, MAX_NORM = 16, 3e-4, 0.005, 10.0
 SIDES = ("torchpod", "torchrl")
 BEGUN_AGAIN = 500
-"""Updates after which ours begins anew: by thousands on one batch a policy leaves it so far that ratios overflow."""
+"""Updates after which ours begins anew: by thousands on one batch a policy leaves it so far that its KL overflows."""
 
 
 def env_for(loss: str) -> Env:

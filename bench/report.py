@@ -15,6 +15,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 HISTORY_LENGTH = 8
 # A change of the ratio to the peer that is more than noise between two runs on the same machine.
 REGRESSION = 0.1
+LEAST_SECONDS = 0.1
 
 HEADER = """# Benchmarks
 
@@ -59,22 +60,36 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def regressions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """One sentence for each row whose ratio to its peer got worse by more than `REGRESSION`."""
-    old = {row["name"]: row for row in before["rows"]}
+def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """One sentence for each row whose ratio to its peer was better by more than `REGRESSION` when it was last measured.
+
+    Args:
+      runs: of one suite on one machine, oldest first.
+      names: of the rows.
+    """
     found = []
-    for row in after["rows"]:
-        was, now = old.get(row["name"], {}).get("ratio"), row["ratio"]
-        if was is None or now is None:
+    for name in names:
+        measured = [(run, row) for run in runs for row in run["rows"] if row["name"] == name and _has_ratio(row)]
+        if len(measured) < 2:
             continue
-        worse = now / was - 1 if row["unit"] == "s" else 1 - now / was
+        (before, old), (_, new) = measured[-2:]
+        was, now = old["ratio"], new["ratio"]
+        worse = now / was - 1 if new["unit"] == "s" else 1 - now / was
         if worse > REGRESSION:
-            found.append(f"{row['name']}: the ratio went from {was:.2f} to {now:.2f} since {before['commit']}.")
+            found.append(f"{name}: the ratio went from {was:.2f} to {now:.2f} since {before['commit']}.")
     return found
 
 
+def _has_ratio(row: Mapping[str, Any]) -> bool:
+    """Whether it says something: a peer that compiles for no time compiles nothing."""
+    return row["ratio"] is not None and (row["unit"] != "s" or row["peer"]["value"] >= LEAST_SECONDS)
+
+
 def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The newest whole run, with the rows of later runs of a part of the suite (`--only`) in place of its own."""
+    """The newest whole run, with the rows of later runs of a part of the suite (`--only`) in place of its own.
+
+    Without a whole run, the rows of all parts.
+    """
     start = max((i for i, run in enumerate(runs) if not run.get("only")), default=0)
     merged = dict(runs[start])
     for part in runs[start + 1 :]:
@@ -82,7 +97,9 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         for row in new.values():
             note = f"measured {part['date'][:10]}, commit {part['commit']}"
             new[row["name"]] = {**row, "note": "; ".join(filter(None, [row["note"], note]))}
+        names = {row["name"] for row in merged["rows"]}
         merged["rows"] = [new.get(row["name"], row) for row in merged["rows"]]
+        merged["rows"] += [row for name, row in new.items() if name not in names]
         cases = tuple(case + ":" for name in new for case in (name, name.partition("/")[0]))
         merged["failures"] = [x for x in merged["failures"] if not x.startswith(cases)] + list(part["failures"])
     return merged
@@ -107,8 +124,7 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
         *(_line(row) for row in latest["rows"]),
     ]
     problems = list(latest["failures"])
-    if len(runs) > 1:
-        problems += regressions(_with_parts(runs[:-1]), latest)
+    problems += regressions(runs, [row["name"] for row in latest["rows"]])
     lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []
     if len(runs) > 1:
         recent = runs[-HISTORY_LENGTH:]
@@ -120,17 +136,20 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
             "|---|" + "--:|" * len(recent),
         ]
         for row in latest["rows"]:
-            ratios = [next((r["ratio"] for r in run["rows"] if r["name"] == row["name"]), None) for run in recent]
+            same = ([r for r in run["rows"] if r["name"] == row["name"] and _has_ratio(r)] for run in recent)
+            ratios = [rows[0]["ratio"] if rows else None for rows in same]
             lines.append(f"| {row['name']} | " + " | ".join("-" if r is None else f"{r:.2f}" for r in ratios) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _line(row: Mapping[str, Any]) -> str:
     ratio = "-"
-    if row["ratio"] is not None:
+    peer = f"{row['peer']['name']} {_number(row['peer']['value'], row['unit'])}" if row["peer"] else "-"
+    if _has_ratio(row):
         low, high = row["interval"]
         ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
-    peer = f"{row['peer']['name']} {_number(row['peer']['value'], row['unit'])}" if row["peer"] else "-"
+    elif row["ratio"] is not None:
+        peer = "-"
     note = row["note"].replace("|", "\\|")
     return f"| {row['name']} | {_number(row['value'], row['unit'])} | {peer} | {ratio} | {note} |"
 

@@ -168,6 +168,16 @@ def test_categorical_follows_its_probabilities_and_never_draws_a_masked_action(s
     assert chi_square(counts[common], (probs * 100_000)[common]) <= dof + 8 * (2 * max(dof, 1)) ** 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num", [32, 33])
+def test_categorical_draws_unlikely_actions_from_short_floats(num, dtype, seed):
+    logits = torch.full((num,), -5.8, dtype=dtype)
+    logits[0] = 0.0
+    draws = random.categorical(random.split(random.key(seed), 100_000), logits.expand(100_000, num))
+    counts, probs = torch.bincount(draws, minlength=num), logits.double().softmax(-1)
+    assert chi_square(counts, probs * 100_000) <= (num - 1) + 8 * (2 * (num - 1)) ** 0.5
+
+
 @pytest.mark.parametrize("num", [3, 32, 33, 300])
 def test_categorical_keeps_to_allowed_actions_at_the_ends_of_the_unit_interval(num, monkeypatch):
     """The smallest and the largest uniform there are, with masks in front and behind."""

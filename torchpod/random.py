@@ -158,6 +158,8 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 def choose(height: Tensor, logits: Tensor) -> Tensor:
     """The same by a given uniform number, `[..., 1]` in [0, 1)."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()  # sums of many small numbers
     # Scaled by the total: rounding may leave it below 1, and then the last index would win even with probability 0.
     if logits.shape[-1] > 32:
         cdf = logits.softmax(-1).cumsum(-1)

@@ -55,16 +55,32 @@ def test_a_run_of_one_row_takes_the_place_of_that_row():
     assert "other: slow." in page and "ppo_cartpole: slow." not in page
 
 
+def test_without_a_whole_run_all_parts_are_shown():
+    first, second = (document(f"2030-01-0{i}T00:00:00", "aaa", 1.0, only="x", failures=[]) for i in (1, 2))
+    second["rows"][0]["name"] = "other/1024"
+    page = report.render([first, second])
+    assert "| ppo_cartpole/1024 | 123,456 |" in page and "| other/1024 | 123,456 |" in page
+
+
+def test_a_peer_that_compiles_nothing_is_no_peer():
+    row = document("2030-01-01T00:00:00", "aaa", 300.0)
+    row["rows"][0] |= {"unit": "s", "value": 12.0, "peer": {"name": "torchrl", "value": 0.04}}
+    assert "| ppo_cartpole/1024 | 12.0 s | - | - |  |" in report.render([row])
+
+
 def test_a_regression_is_named_and_noise_is_not():
-    before = document("2030-01-01T00:00:00", "aaa", 1.0)
-    assert report.regressions(before, document("2030-01-02T00:00:00", "bbb", 0.95)) == []
-    assert report.regressions(before, document("2030-01-02T00:00:00", "bbb", 0.8)) == [
-        "ppo_cartpole/1024: the ratio went from 1.00 to 0.80 since aaa."
-    ]
+    names = ["ppo_cartpole/1024", "other/1024"]
+    before, other = (document("2030-01-01T00:00:00", "aaa", 1.0) for _ in range(2))
+    assert report.regressions([before], names) == []
+    assert report.regressions([before, document("2030-01-02T00:00:00", "bbb", 0.95)], names) == []
+    told = ["ppo_cartpole/1024: the ratio went from 1.00 to 0.80 since aaa."]
     slower = document("2030-01-02T00:00:00", "bbb", 0.8)
+    assert report.regressions([before, slower], names) == told
+    other["rows"][0]["name"] = "other/1024"
+    assert report.regressions([before, slower, other], names) == told  # a run of a part takes nothing back
     slower["rows"][0]["unit"] = before["rows"][0]["unit"] = "s"  # fewer seconds are better
-    assert report.regressions(before, slower) == []
-    assert len(report.regressions(slower, before)) == 1
+    assert report.regressions([before, slower], names) == []
+    assert len(report.regressions([slower, before], names)) == 1
 
 
 def test_main_reads_the_folder_leaves_out_quick_runs_and_refuses_foreign_files(tmp_path):
