@@ -30,10 +30,21 @@ def test_environment_keeps_the_contract_as_a_host_environment(name):
     check_env(HostEnv(MAKERS[name]()))
 
 
+def chain(env):
+    return RewardClip(FrameStack(Flatten(StickyAction(time_limit(ActionRepeat(env, 2), 9), 0.5)), 3), -1.0, 1.0)
+
+
 @pytest.mark.parametrize("name", TENSOR)
 def test_environment_keeps_the_contract_in_every_transform(name):
     env = MAKERS[name]()
-    chain = RewardClip(FrameStack(Flatten(StickyAction(time_limit(ActionRepeat(env, 2), 9), 0.5)), 3), -1.0, 1.0)
-    for inside in (StickyAction(env), FrameStack(env, 2), RewardClip(env, 0.0, 1.0), Flatten(env), time_limit(env, 9)):
+    alone = (StickyAction(env), FrameStack(env, 2), RewardClip(env, 0.0, 1.0), Flatten(env), time_limit(env, 9))
+    for inside in (*alone, chain(env)):
         check_env(inside, num_steps=30, num_envs=4, compile=False)
-    check_env(chain, num_steps=30, num_envs=4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("cartpole", "tag_gridworld") else pytest.param(name, marks=pytest.mark.slow) for name in TENSOR],
+)
+def test_environment_keeps_the_contract_in_a_compiled_chain_of_transforms(name):
+    check_env(chain(MAKERS[name]()), num_steps=30, num_envs=4)

@@ -92,10 +92,10 @@ def test_a2c_and_impala_catch_with_every_seed(experiment):
 
 
 def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
-    """On a smaller board than the experiment's, uncompiled. Actions are drawn: greedy, the runner does one thing."""
+    """On a smaller board than the experiment's. Actions are drawn: greedy, the runner does one thing."""
     board = ("env.grid_length=10", "env.num_taggers=2", "env.max_episode_steps=50", "num_envs=64")
     learning = ("algo.unroll_length=50", "algo.agent.hidden=[32,32]", "algo.learner.learning_rate=2e-3")
-    run = ("total_env_steps=300_000", "population=3", "compile=false")
+    run = ("total_env_steps=300_000", "population=3")
     anakin, state = made("experiment=ippo_tag_gridworld", *board, *learning, *run)
 
     def tag_rate(state: RunState) -> torch.Tensor:
