@@ -96,8 +96,8 @@ def test_the_screen_says_that_the_interval_is_of_the_iqm(call: Call):
     score = json.loads(Path("run/summary.json").read_text())["eval_return"]
     low, high = score["ci95"]
     assert out.startswith(
-        f"eval return {score['mean']:.1f} (IQM {score['iqm']:.1f}, 95 % CI of the IQM [{low:.1f}, {high:.1f}], "
-        "2 episodes) after "
+        f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
+        f"[{low:.1f}, {high:.1f}], 2 episodes) after "
     )
 
 

@@ -77,6 +77,15 @@ def test_experiments_side_by_side_in_one_folder_stay_apart(tmp_path, drawn):
     assert {name: len(values) for name, (_, values) in drawn.items()} == {"a2c_catch": 1, "ppo_catch": 2}
 
 
+def test_runs_without_an_experiment_are_told_apart_by_agent_and_environment(tmp_path, drawn):
+    runs = []
+    for algo, env in (("a2c", "catch"), ("ppo", "catch"), ("ppo", "catch")):
+        runs.append(make_run(tmp_path / "runs" / f"run{len(runs)}", [1.0, 2.0]))
+        (runs[-1] / "config.yaml").write_text(f"experiment_name: null\nalgo: {{name: {algo}}}\nenv: {{name: {env}}}\n")
+    plot(runs, tmp_path / "curve.png")
+    assert {name: len(values) for name, (_, values) in drawn.items()} == {"a2c_catch": 1, "ppo_catch": 2}
+
+
 def test_a_member_that_was_trained_on_is_a_line_of_its_own(tmp_path, drawn):
     population = make_run(tmp_path / "x" / "run", [[1.0, 2.0], [2.0, 3.0]])
     members = [make_run(population / "members" / str(p), [5.0, 6.0]) for p in range(2)]

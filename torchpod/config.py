@@ -133,6 +133,12 @@ class EvaluationConfig:
     episodes: int = 100
 
 
+def default_experiment(algo: str, env: Mapping[str, Any]) -> str:
+    """What an experiment without a name is called, by the agent and the `env` of config.yaml: ppo_cartpole."""
+    task = env.get("task") or Path(env["name"]).stem.split(":")[-1]
+    return f"{Path(algo).stem}_{task}".replace("/", "-")
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One run; see configs/train.yaml."""
@@ -161,8 +167,7 @@ class TrainConfig:
     @property
     def experiment(self) -> str:
         """The folder below runs/ that this run belongs to."""
-        env = self.env.get("task") or Path(self.env["name"]).stem.split(":")[-1]
-        return self.experiment_name or f"{Path(self.algo.name).stem}_{env}".replace("/", "-")
+        return self.experiment_name or default_experiment(self.algo.name, self.env)
 
     @property
     def num_iterations(self) -> int:

@@ -58,7 +58,7 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
         _, timestep = env.init(random.split(random.key(0), EXAMPLE_SIZE))
     finally:
         close_all([env])
-    policy = Greedy(agent, weights).eval()
+    policy = Greedy(agent, weights, env.spec.groups).eval()
     program, arguments = _exported(policy, pytree.tree_map(torch.clone, timestep.observation))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

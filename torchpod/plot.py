@@ -8,6 +8,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from torchpod.config import default_experiment
 from torchpod.metrics import METRICS_FILE, read_metrics
 from torchpod.stats import bootstrap_ci, iqm
 
@@ -23,9 +24,9 @@ _STYLES = ("-", "--", ":", "-.")
 def plot(run_dirs: Iterable[Path | str], out: Path | str, metric: str = "episode_return") -> Path:
     """Draws a metric over environment steps: the interquartile mean over seeds with its 95 % bootstrap interval.
 
-    Runs of one experiment in one folder, as in `runs/<experiment>/<time>-seed<k>`, and all members of a population
-    count as seeds of one line. A line ends where the first of its seeds ends. With one seed there is no
-    interval.
+    Runs of one experiment (or of one agent and environment, without a name) in one folder, as in
+    `runs/<experiment>/<time>-seed<k>`, and all members of a population count as seeds of one line. A line ends where
+    the first of its seeds ends. With one seed there is no interval.
 
     Args:
       run_dirs: run folders.
@@ -64,8 +65,11 @@ def _place(folder: Path) -> Path:
     # A member of a population that was trained on is runs/<experiment>/<run>/members/<p>: a line of its own.
     if folder.parent.name == "members":
         return folder
-    config = folder / "config.yaml"
-    name = yaml.safe_load(config.read_text()).get("experiment_name") if config.is_file() else None
+    path = folder / "config.yaml"
+    config = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    name = config.get("experiment_name")
+    if name is None and "algo" in config and "env" in config:
+        name = default_experiment(config["algo"]["name"], config["env"])
     return folder.parent if name in (None, folder.parent.name) else folder.parent / name
 
 

@@ -14,7 +14,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.sac import SAC, SACConfig
 from torchpod.config import load
 from torchpod.env import TensorEnv
-from torchpod.envs import CartPole, Catch, MemoryChain, Pendulum
+from torchpod.envs import CartPole, Catch, MemoryChain, Pendulum, TagGridWorld
 from torchpod.export_run import export_run
 from torchpod.interop import policy_module, to_tensordict
 from torchpod.main import main
@@ -148,6 +148,19 @@ def test_a_recurrent_policy_is_exported_with_its_state(tmp_path: Path):
     for t in range(60):
         action, state = program(steps["observation"][:, t], steps["is_init"][:, t, 0], state)
         assert torch.equal(action, steps["action"][:, t]), t
+
+
+@pytest.mark.parametrize("algo", ["ippo", "mappo"])
+def test_policies_of_many_agents_are_exported_by_group(tmp_path: Path, algo: str):
+    agent, weights = trained(tmp_path / "run", f"algo={algo}", "env=tag_gridworld", "env.start=uniform")
+    told = export_run(tmp_path / "run")
+    assert "(observation {tagger: float32 [B, 4, 21], runner: float32 [B, 1, 21]}) -> action" in told
+    program = torch.export.load(tmp_path / "run" / "policy.pt2").module()
+    steps = greedy(agent, TagGridWorld(start="uniform"), weights)
+    action = program({group: x[:-1].flatten(0, 1) for group, x in steps.timestep.observation.items()})
+    assert action.keys() == steps.output.action.keys()
+    for group, chosen in steps.output.action.items():
+        assert (action[group] == chosen.flatten(0, 1)).double().mean() > 0.99  # but for rounding
 
 
 def test_members_of_a_population_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -19,10 +19,16 @@ class Greedy(nn.Module):
     Feed-forward agents: `(observation) -> action`. Agents with a recurrent state: `(observation, first, state) ->
     (action, state)`, where `first` `[B]` bool says which rows begin an episode, and `initial_state(B)` is what to begin
     with.
+
+    Args:
+      agent: the agent; its own parameters are not used.
+      variables: its parameters and buffers.
+      groups: of an environment with many agents, `EnvSpec.groups`: observations and actions are dicts by group, too.
     """
 
-    def __init__(self, agent: Agent, variables: Variables) -> None:
+    def __init__(self, agent: Agent, variables: Variables, groups: dict[str, int] | None = None) -> None:
         super().__init__()
+        self._groups = groups
         self._agent = [agent]  # in a list: its own parameters are not used, and are not those of this module
         self._names = list(variables)
         for i, value in enumerate(variables.values()):
@@ -43,7 +49,10 @@ class Greedy(nn.Module):
         started = no if first is None else first
         step_type = torch.where(started, FIRST, MID).to(torch.int32)
         extras: dict[str, Tree] = {"raw_reward": zero, "game_over": no}
-        timestep = TimeStep(step_type, zero, zero + 1.0, observation, extras)
+        none: Tree = zero
+        if self._groups is not None:
+            none = {group: torch.zeros(size, n, device=device) for group, n in self._groups.items()}
+        timestep = TimeStep(step_type, none, pytree.tree_map(torch.ones_like, none), observation, extras)
         keys = torch.zeros(size, 3, dtype=torch.int64, device=device)  # the greedy action draws nothing
         variables = {name: getattr(self, f"variable_{i}") for i, name in enumerate(self._names)}
         state = state if self.has_state else self.initial_state(size)
