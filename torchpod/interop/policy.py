@@ -44,15 +44,14 @@ class Greedy(nn.Module):
     def forward(self, observation: Tree, first: Tensor | None = None, state: Tree = ()) -> Any:
         """Actions `[B]` int64 or `[B, A]` float32 for observations `[B, ...]`; see the class."""
         size, device = (leaf := pytree.tree_leaves(observation)[0]).shape[0], leaf.device
-        zero = torch.zeros(size, device=device)
         no = torch.zeros(size, dtype=torch.bool, device=device)
         started = no if first is None else first
         step_type = torch.where(started, FIRST, MID).to(torch.int32)
-        extras: dict[str, Tree] = {"raw_reward": zero, "game_over": no}
-        none: Tree = zero
+        reward: Tree = torch.zeros(size, device=device)
         if self._groups is not None:
-            none = {group: torch.zeros(size, n, device=device) for group, n in self._groups.items()}
-        timestep = TimeStep(step_type, none, pytree.tree_map(torch.ones_like, none), observation, extras)
+            reward = {group: torch.zeros(size, n, device=device) for group, n in self._groups.items()}
+        discount = pytree.tree_map(torch.ones_like, reward)
+        timestep = TimeStep(step_type, reward, discount, observation, {"raw_reward": reward, "game_over": no})
         keys = torch.zeros(size, 3, dtype=torch.int64, device=device)  # the greedy action draws nothing
         variables = {name: getattr(self, f"variable_{i}") for i, name in enumerate(self._names)}
         state = state if self.has_state else self.initial_state(size)
