@@ -219,7 +219,7 @@ def other_shapes(folder: Path) -> None:
     [
         (change_format, "has checkpoint format 3, this version reads 2."),
         (no_checkpoints, "holds no checkpoint; give a folder that torchpod train has written."),
-        (foreign_config, "is no run folder: config.yaml is missing or not ours (learning_rate is no setting"),
+        (foreign_config, "is no run folder: config.yaml is not ours (learning_rate is no setting"),
         (other_shapes, "does not fit this run: .actor_keys is int64 [4, 3] there and int64 [8, 3] here; resume with"),
     ],
 )

@@ -158,7 +158,7 @@ def test_an_optional_package_is_missing_or_broken_or_fine(monkeypatch):
     monkeypatch.setattr(module, "_OPTIONAL", {"tensorboard": ("tensorboard", "events")})
     monkeypatch.setattr(module, "_version", lambda _: None)
     missing = only(module._packages)
-    assert missing.status == "no" and missing.repair == "pip install torchpod-rl[tensorboard]"
+    assert missing.status == "no" and missing.repair == "pip install 'torchpod-rl[tensorboard]'"
     monkeypatch.setattr(module, "_version", lambda _: "1.0")
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert "1.0 cannot be imported" in only(module._packages).what

@@ -258,13 +258,13 @@ class TestPlot:
         assert call("train", *SMALL, "run_dir=run", "total_env_steps=1024")[0] == 0
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         error = error_of(call("plot", "run", "--metric", "policy_loss"))
-        assert error == "torchpod plot needs matplotlib: pip install torchpod-rl[plot]."
+        assert error == "torchpod plot needs matplotlib: pip install 'torchpod-rl[plot]'."
 
 
 class TestEval:
     def test_what_is_no_run_is_refused(self, call: Call):
         Path("empty").mkdir()
-        assert error_of(call("eval", "empty")).startswith("empty is no run folder: config.yaml is missing or not ours")
+        assert error_of(call("eval", "empty")).startswith("empty is no run folder: there is no config.yaml in it.")
         assert error_of(call("eval", "nowhere")).startswith("nowhere is no run folder")
 
     def test_no_episodes_are_refused(self, call: Call):
@@ -328,7 +328,7 @@ class TestEval:
         assert error == "x.avi has the suffix '.avi'; use one of .gif, .mp4."
         monkeypatch.setitem(sys.modules, "av", None)
         error = error_of(call("eval", "run", "--video", "x.mp4"))
-        assert error == "x.mp4 needs av: pip install torchpod-rl[video]."
+        assert error == "x.mp4 needs av: pip install 'torchpod-rl[video]'."
         assert not list(Path.cwd().glob("x.*"))
 
 

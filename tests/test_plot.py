@@ -169,7 +169,7 @@ def test_no_runs_no_metric_and_no_values_are_errors(tmp_path):
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install torchpod-rl\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install 'torchpod-rl\[plot\]'"):
         plot([make_run(tmp_path / "x" / "run", [1.0])], tmp_path / "curve.png")
 
 

@@ -138,7 +138,7 @@ def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
 
 def test_without_wandb_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install torchpod-rl\[wandb\]"):
+    with pytest.raises(ImportError, match=r"pip install 'torchpod-rl\[wandb\]'"):
         WandbSink(tmp_path, project="hunt", config={})
     assert os.listdir(tmp_path) == []
 
@@ -199,5 +199,5 @@ def test_tensorboard_hides_what_was_logged_after_the_checkpoint(tmp_path, resume
 
 def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install torchpod-rl\[tensorboard\]"):
+    with pytest.raises(ImportError, match=r"pip install 'torchpod-rl\[tensorboard\]'"):
         TensorBoardSink(tmp_path)

@@ -74,10 +74,10 @@ def test_what_cannot_be_written_is_said_before(monkeypatch):
         check_video(Path("x.gif"), HostEnv(env))
     monkeypatch.setitem(sys.modules, "av", None)
     check_video(Path("x.gif"), env)
-    with pytest.raises(ImportError, match=r"x.mp4 needs av: pip install torchpod-rl\[video\]\."):
+    with pytest.raises(ImportError, match=r"x.mp4 needs av: pip install 'torchpod-rl\[video\]'\."):
         check_video(Path("x.mp4"), env)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"x.gif needs PIL: pip install torchpod-rl\[video\]\."):
+    with pytest.raises(ImportError, match=r"x.gif needs PIL: pip install 'torchpod-rl\[video\]'\."):
         check_video(Path("x.gif"), env)
 
 

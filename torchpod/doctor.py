@@ -214,13 +214,13 @@ def _packages() -> Iterator[Finding]:
     for name, (extra, use) in _OPTIONAL.items():
         version = _version(name)
         if version is None:
-            yield Finding("no", name, f"is not installed; optional, for {use}", f"pip install torchpod-rl[{extra}]")
+            yield Finding("no", name, f"is not installed; optional, for {use}", f"pip install 'torchpod-rl[{extra}]'")
             continue
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # Brax says which packages it would like to have
                 importlib.import_module(name)
         except Exception as error:
-            repair = f"pip install --force-reinstall torchpod-rl[{extra}]"
+            repair = f"pip install --force-reinstall 'torchpod-rl[{extra}]'"
             yield Finding("no", name, f"{version} cannot be imported: {_first_line(error)}", repair)
         else:
             yield Finding("ok", name, f"{version}, for {use}")

@@ -2,7 +2,7 @@
 
 `Replay(fn, state)` owns a copy of `state`. A call runs `fn(state) -> (state, metrics)` and copies the result back into
 the same memory. On CUDA the run is captured once and then replayed: nothing returns to Python between the first
-environment step and the last optimizer step. On CPU the very same code runs uncaptured.
+environment step and the last optimizer step. On CPU the very same code runs uncaptured, from the first call on.
 """
 
 import time
@@ -46,7 +46,6 @@ class Replay:
         self._graph: Any = None
         self.capture_s = 0.0
         if not capture:
-            fn(pytree.tree_map(torch.clone, self.state))  # compiles; nothing but time is lost
             return
         with torch.cuda.device(pytree.tree_leaves(state)[0].device):
             # A stream of its own, kept: cuBLAS has one workspace per stream, and graphs that share one must not run at

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from torchpod import cpu_mlp
+from torchpod import cpu_mlp, cpu_scan
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.together import in_background, install, loaded
@@ -303,6 +303,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.Graph
 def simplify(graph: torch.fx.GraphModule) -> None:
     """Rewrites a graph, in place."""
     graph.graph = fx_graph_cse(graph.graph)
+    cpu_scan.find(graph)
     _fold_constants(graph)
     _skip_cats(graph.graph)
     cpu_mlp.fuse(graph)

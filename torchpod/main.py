@@ -94,14 +94,16 @@ def _train(overrides: list[str]) -> int:
         return 0
     run = execute(load(overrides))
     if run.summary:
-        score, cut = run.summary["eval_return"], ""
+        score, cut, compiled = run.summary["eval_return"], "", ""
+        if run.summary["compile_s"] >= 0.05:
+            compiled = f", {run.summary['compile_s']:.1f} s compilation"
         if run.summary["unfinished_episodes"]:
             cut = f", {run.summary['unfinished_episodes']} of them cut at {run.summary['unfinished_steps']:,} steps"
         print(
             f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
             f"[{score['ci95'][0]:.1f}, {score['ci95'][1]:.1f}], {score['episodes']} episodes{cut}) "
             f"after {run.summary['env_steps']:,} env steps; "
-            f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s, {run.summary['compile_s']:.1f} s compilation"
+            f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s{compiled}"
         )
         if "best_member" in run.summary:
             if run.summary["unhealthy_members"]:

@@ -121,7 +121,7 @@ def _draw(groups: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]], ou
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
     except ImportError as error:
-        raise ImportError("torchpod plot needs matplotlib: pip install torchpod-rl[plot].") from error
+        raise ImportError("torchpod plot needs matplotlib: pip install 'torchpod-rl[plot]'.") from error
 
     style: Any = {
         "font.size": 11,

@@ -107,9 +107,11 @@ def read_config(run_dir: Path) -> TrainConfig:
     path = run_dir / "config.yaml"
     try:
         return from_dict(yaml.safe_load(path.read_text()))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{run_dir} is no run folder: there is no {path.name} in it.") from error
     except (OSError, yaml.YAMLError, ConfigError, TypeError) as error:
         raise CheckpointError(
-            f"{run_dir} is no run folder: {path.name} is missing or not ours ({str(error).splitlines()[0]})."
+            f"{run_dir} is no run folder: {path.name} is not ours ({str(error).splitlines()[0]})."
         ) from error
 
 

@@ -80,7 +80,7 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "logger.tensorboard=true needs TensorBoard: pip install torchpod-rl[tensorboard], or leave it out."
+                "logger.tensorboard=true needs TensorBoard: pip install 'torchpod-rl[tensorboard]', or leave it out."
             ) from error
         kept = [int(number(row["env_steps"])) for row in rows_until(run_dir, resume_at)]
         purge_step = None if resume_at is None else kept[-1] + 1 if kept else 0
@@ -117,7 +117,7 @@ class WandbSink:
             from wandb import Error, Settings, init  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError as error:
             raise ImportError(
-                "logger.wandb=true needs W&B: pip install torchpod-rl[wandb], or leave it out."
+                "logger.wandb=true needs W&B: pip install 'torchpod-rl[wandb]', or leave it out."
             ) from error
         folder = Path(run_dir) / "wandb"
         with writable(folder / "id"):

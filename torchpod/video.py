@@ -38,7 +38,7 @@ def check_video(path: Path, env: Env) -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ImportError(f"{path} needs {module}: pip install torchpod-rl[video].") from error
+            raise ImportError(f"{path} needs {module}: pip install 'torchpod-rl[video]'.") from error
 
 
 def play(env: Env, recording: Recording) -> Iterator[tuple[Frame, float]]:

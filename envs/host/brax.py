@@ -261,4 +261,4 @@ def _brax() -> Any:
         with _quiet():
             return importlib.import_module("brax.envs")
     except ImportError as error:
-        raise ImportError("Brax needs the package brax: pip install torchpod-rl[brax].") from error
+        raise ImportError("Brax needs the package brax: pip install 'torchpod-rl[brax]'.") from error

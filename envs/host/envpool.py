@@ -236,7 +236,7 @@ def _envpool() -> Any:
     try:
         return importlib.import_module("envpool")
     except ImportError as error:
-        raise ImportError("EnvPool needs the package envpool: pip install torchpod-rl[envpool].") from error
+        raise ImportError("EnvPool needs the package envpool: pip install 'torchpod-rl[envpool]'.") from error
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -161,7 +161,7 @@ def _pettingzoo() -> Any:
     try:
         return importlib.import_module("pettingzoo")
     except ImportError as error:
-        raise ImportError("PettingZoo needs the package pettingzoo: pip install torchpod-rl[pettingzoo].") from error
+        raise ImportError("PettingZoo needs the package pettingzoo: pip install 'torchpod-rl[pettingzoo]'.") from error
 
 
 def _action_of(space: Any, where: str) -> tuple[Box | Discrete | MultiDiscrete, Callable[[np.ndarray], np.ndarray]]:

@@ -198,5 +198,5 @@ def test_colours_are_mixed():
 
 def test_without_pillow_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"pip install torchpod-rl\[video\]"):
+    with pytest.raises(ImportError, match=r"pip install 'torchpod-rl\[video\]'"):
         Canvas(10, 10)

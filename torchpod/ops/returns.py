@@ -2,10 +2,19 @@
 
 `y_t = x_t + decay_t * y_{t+1}` is associative, so it is solved by doubling (Hillis and Steele 1986): T log T work in
 log2(T) passes over the data instead of T dependent steps. Compiles in a second for any T, vmaps and differentiates.
+A compiled program for a CPU, where nothing is differentiated, calls one operator instead, which takes T steps
+(cpu_scan.cpp): of PPO's 18 s to compile on one core of an AMD EPYC, the log2(T) passes were 2.4.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_LIBRARY = torch.library.Library("torchpod", "FRAGMENT")  # noqa: TOR901
+_LIBRARY.define(
+    "discounted_sum(Tensor x, Tensor decay, bool reverse) -> Tensor", tags=(torch.Tag.needs_contiguous_strides,)
+)
 
 
 def discounted_sum(x_T: Tensor, decay_T: Tensor, *, reverse: bool = True) -> Tensor:
@@ -24,6 +33,13 @@ def discounted_sum(x_T: Tensor, decay_T: Tensor, *, reverse: bool = True) -> Ten
     """
     if x_T.shape != decay_T.shape:
         raise ValueError(f"discounted_sum: x has shape {tuple(x_T.shape)}, decay {tuple(decay_T.shape)}.")
+    program = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    if program and x_T.is_cpu and x_T.dtype == decay_T.dtype and x_T.dtype in (torch.float32, torch.float64):
+        return torch.ops.torchpod.discounted_sum(x_T, decay_T, reverse)
+    return _doubled(x_T, decay_T, reverse)
+
+
+def _doubled(x_T: Tensor, decay_T: Tensor, reverse: bool) -> Tensor:
     length, shift = x_T.shape[0], 1
     while shift < length:
         x_T = x_T + decay_T * _shifted(x_T, shift, reverse)
@@ -35,6 +51,30 @@ def discounted_sum(x_T: Tensor, decay_T: Tensor, *, reverse: bool = True) -> Ten
 def _shifted(x: Tensor, shift: int, reverse: bool) -> Tensor:
     zeros = torch.zeros_like(x[:shift])
     return torch.cat([x[shift:], zeros]) if reverse else torch.cat([zeros, x[:-shift]])
+
+
+def _differentiated(x_T: Tensor, decay_T: Tensor, reverse: bool) -> Tensor:
+    if torch.is_grad_enabled() and (x_T.requires_grad or decay_T.requires_grad):
+        return _doubled(x_T, decay_T, reverse)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.torchpod.discounted_sum(x_T, decay_T, reverse)
+
+
+def _mapped(info: Any, in_dims: tuple[int | None, ...], x_T: Tensor, decay_T: Tensor, reverse: bool) -> Any:
+    """The mapped axis comes last."""
+
+    def moved(x: Tensor, dim: int | None) -> Tensor:
+        return x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
+
+    y = torch.ops.torchpod.discounted_sum(moved(x_T, in_dims[0]), moved(decay_T, in_dims[1]), reverse)
+    return y, y.ndim - 1
+
+
+_LIBRARY.impl("discounted_sum", _differentiated, "Autograd")
+torch.library.register_fake(
+    "torchpod::discounted_sum", lambda x_T, decay_T, reverse: x_T.new_empty(x_T.shape), lib=_LIBRARY
+)
+torch.library.register_vmap("torchpod::discounted_sum", _mapped, lib=_LIBRARY)
 
 
 def gae(

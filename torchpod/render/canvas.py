@@ -32,7 +32,7 @@ class Canvas:
         try:
             from PIL import Image, ImageDraw
         except ImportError as error:
-            raise ImportError("drawing needs Pillow: pip install torchpod-rl[video].") from error
+            raise ImportError("drawing needs Pillow: pip install 'torchpod-rl[video]'.") from error
         self.width, self.height = width, height
         self._image = Image.new("RGB", (width * _SCALE, (height + CAPTION) * _SCALE), PAPER)
         self._draw = ImageDraw.Draw(self._image)

@@ -85,7 +85,7 @@ class Port:
 
 
 class Static:
-    """A pure function with its own copy of all arguments, on CUDA captured as a graph.
+    """A pure function with its own copy of all arguments, compiled here and on CUDA captured as a graph.
 
     Args:
       fn: of trees of tensors.
@@ -94,6 +94,8 @@ class Static:
     """
 
     def __init__(self, fn: Callable[..., Tree], args: tuple[Tree, ...], *, capture: bool) -> None:
+        if not capture:
+            fn(*pytree.tree_map(torch.clone, args))  # compiles, which no actor's thread may; nothing but time is lost
         self._replay = Replay(lambda own: (own, fn(*own)), args, capture=capture)
         self._own = pytree.tree_leaves(self._replay.state)
         self._given: list[Tensor | None] = [None] * len(self._own)

@@ -202,7 +202,7 @@ def test_brax_is_imported_only_when_used_and_told_when_missing(monkeypatch):
     program = "import sys, torchpod.envs; sys.exit('brax' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
     monkeypatch.setitem(sys.modules, "brax.envs", None)
-    with pytest.raises(ImportError, match=r"needs the package brax: pip install torchpod-rl\[brax\]"):
+    with pytest.raises(ImportError, match=r"needs the package brax: pip install 'torchpod-rl\[brax\]'"):
         Brax("ant")
 
 

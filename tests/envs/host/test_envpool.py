@@ -367,7 +367,7 @@ def test_envpool_is_imported_only_when_used(pytestconfig):
 
 def test_a_missing_envpool_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
-    with pytest.raises(ImportError, match=r"needs the package envpool: pip install torchpod-rl\[envpool\]"):
+    with pytest.raises(ImportError, match=r"needs the package envpool: pip install 'torchpod-rl\[envpool\]'"):
         EnvPool("CartPole-v1")
 
 

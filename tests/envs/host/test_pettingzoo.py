@@ -458,7 +458,7 @@ def test_somebody_without_an_observation_is_named():
 
 def test_a_missing_pettingzoo_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    with pytest.raises(ImportError, match=r"needs the package pettingzoo: pip install torchpod-rl\[pettingzoo\]"):
+    with pytest.raises(ImportError, match=r"needs the package pettingzoo: pip install 'torchpod-rl\[pettingzoo\]'"):
         PettingZoo("mpe2.simple_spread_v3")
 
 
