@@ -1,11 +1,13 @@
 """How inductor calls g++ in our programs."""
 
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 
 from torchpod import gxx
@@ -87,3 +89,19 @@ def test_the_table_of_result_types_is_filled_once():
 
     Compiled(lambda x: (x + 1.5,), "f", 1)(torch.ones(3))
     assert DtypePropagationOpsHandler().add is DtypePropagationOpsHandler().add
+
+
+def test_strides_are_those_that_sympy_finds_by_simplifying(seed, monkeypatch):
+    from torch._inductor import sizevars
+    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+    rng, (x, y) = random.Random(seed), sympy.symbols("x0 x1", integer=True)
+    slow = getattr(sizevars.stride_at_vec_range, "slow", sizevars.stride_at_vec_range)
+    quick = gxx._quick_stride(slow)
+    for _ in range(50):
+        a, b, c = (sympy.Integer(rng.choice([-64, -1, 0, 1, 3, 16, 128])) for _ in range(3))
+        for index in (a * x + b * y + c, a * FloorDiv(x, 16) + b * x, a * ModularIndexing(x, 1, 32) + b * y, a * x * y):
+            for var, length in ((x, 16), (y, 16), (x, None)):
+                assert quick(index, var, length) == slow(index, var, length), (index, var, length)
+    monkeypatch.setattr(sympy, "simplify", None)
+    assert gxx._quick_stride(slow)(5 * x + y + 3, x, 8) == 5
