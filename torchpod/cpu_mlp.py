@@ -26,7 +26,7 @@ WIDEST = 256
 """Of hidden layers: the weights of a wider one are not in cache, and MKL is faster."""
 
 CONTIGUOUS = (torch.Tag.needs_contiguous_strides,)
-_LIBRARY = torch.library.Library("torchpod", "DEF")  # noqa: TOR901
+_LIBRARY = torch.library.Library("torchpod", "DEF")
 
 
 def _define(layers: int) -> None:

@@ -13,7 +13,7 @@ def load() -> None:
     library("cpu_scan.cpp", "-ftree-loop-vectorize", "-ffp-contract=fast")
 
 
-def find(module: GraphModule) -> None:
+def load_if_called(module: GraphModule) -> None:
     """Loads the operator if a graph calls it."""
     if any("torchpod.discounted_sum" in str(node.target) for node in module.graph.nodes):
         load()

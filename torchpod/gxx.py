@@ -98,7 +98,7 @@ def quicken() -> None:
     - Whether the compiler knows what the processor can do is asked in a tenth of a second, instead of by building and
       loading up to seven libraries, 6 s, and from a full cache 0.7 s.
     - The table of result types, of which there is one, was filled anew for each of 14,000 operations, 1 s.
-    - The stride of an index that is a sum of multiples of variables is read from it, without `sympy.simplify`, 0.6 s.
+    - The stride of an index that is a sum of multiples of variables is read from it, not simplified, about 0.6 s.
     """
     from torch._inductor import cpu_vec_isa, dtype_propagation, sizevars, utils
 
@@ -131,7 +131,6 @@ def _quick_stride(stride_at_vec_range: Callable[..., Any]) -> Callable[..., Any]
             return sum((factor for factor, rest in terms if rest == var), sympy.Integer(0))
         return stride_at_vec_range(index, var, vec_length)
 
-    cast(Any, quick).slow = stride_at_vec_range
     return quick
 
 

@@ -303,7 +303,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.Graph
 def simplify(graph: torch.fx.GraphModule) -> None:
     """Rewrites a graph, in place."""
     graph.graph = fx_graph_cse(graph.graph)
-    cpu_scan.find(graph)
+    cpu_scan.load_if_called(graph)
     _fold_constants(graph)
     _skip_cats(graph.graph)
     cpu_mlp.fuse(graph)

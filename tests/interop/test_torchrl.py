@@ -278,7 +278,7 @@ def anakin(make, env, compiled=False, population=1, iterations=100, num_envs=32,
 
 
 def test_ppo_of_torchrl_learns_cartpole_in_the_compiled_loop(recwarn):
-    env, seed = CartPole(), 1  # nine seeds of ten reach 500, the other 460
+    env, seed = CartPole(), 1  # of ten seeds nine reach 480 to 500, and seed 0 463
     settings = TorchRLConfig("ClipPPOLoss", {"clip_value": True, "loss_critic_type": "l2", "critic_coeff": 0.25})
     chosen = {"iterations": 300, "num_envs": 64, "learning_rate": 5e-4}
     program = anakin(lambda: torchrl_agent(env.spec, settings), env, True, **chosen)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("torchpod", "FRAGMENT")  # noqa: TOR901
+_LIBRARY = torch.library.Library("torchpod", "FRAGMENT")
 _LIBRARY.define(
     "discounted_sum(Tensor x, Tensor decay, bool reverse) -> Tensor", tags=(torch.Tag.needs_contiguous_strides,)
 )
