@@ -10,11 +10,11 @@ Read harness.py first.
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchpod.bench import harness
-from torchpod.bench.harness import Figures, Measurement, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Figures, Measured, Row, RowMaker, Worker, WorkerError
 
 
 class Case(NamedTuple):
@@ -88,7 +88,7 @@ def main(
       json_path: where the rows go; None for bench/results/.
       quick: one size (1024) and two rounds of one call: whether everything works, not how fast it is.
       cases: what to measure.
-      rounds: times that each side runs, in turn; the first compiles cold.
+      rounds: times that each side runs, in turn, and times that it compiles cold.
       repeats: timed calls in a round.
       core: the core that both sides are pinned to; None for the last one.
       workers: torchpod's and the peer's; None for the real ones.
@@ -121,7 +121,9 @@ def main(
         rows.append(make.rate(case.name, a, b, peer_name=peer.name))
         print(describe(rows[-1]), flush=True)
         if case.mode == "update" and case.cores == 1 and case.peer == "jax":
-            rows += compile_rows(make, case.name, a, b, peer.name)
+            again = [case_arguments(case, 1, learn=False, seed=i) for i in range(1, rounds)]
+            colds = [harness.interleave((ours, peer), [one], core=pinned) for one in again if not quick]
+            rows += compile_rows(make, case.name, (ours, peer), [results, *colds])
             for row in rows[-2:]:
                 print(describe(row), flush=True)
         # rejax's networks begin otherwise: in so few steps it is ahead.
@@ -181,18 +183,25 @@ def case_arguments(case: Case, repeats: int, *, learn: bool, seed: int) -> list[
 
 
 def compile_rows(
-    make: RowMaker,
-    case: str,
-    ours: list[Measurement] | WorkerError,
-    peer: list[Measurement] | WorkerError,
-    peer_name: str,
+    make: RowMaker, case: str, workers: tuple[Worker, Worker], starts: Sequence[Mapping[str, Measured]]
 ) -> list[Row]:
-    """Seconds to compile the whole of PPO: the first round had empty caches, the others full ones."""
-    rows = []
-    for kind, part in (("cold", slice(0, 1)), ("warm", slice(1, None))):
-        a, b = (side if isinstance(side, WorkerError) else side[part] for side in (ours, peer))
-        rows.append(make.compile_time(f"compile_{kind}_{case}", a, b, peer_name=peer_name))
-    return rows
+    """Seconds to compile the whole of PPO, cold and warm.
+
+    Args:
+      make: of rows.
+      case: its name.
+      workers: torchpod's and the peer's.
+      starts: runs by worker, each with caches that were empty in its first round, and full in the later ones.
+    """
+    cold, warm = list[Measured](), list[Measured]()
+    for worker in workers:
+        runs = [start[worker.name] for start in starts]
+        failed = next((run for run in runs if isinstance(run, WorkerError)), None)
+        done = [run for run in runs if not isinstance(run, WorkerError)]
+        cold.append(failed or [run[0] for run in done])
+        warm.append(failed or [x for run in done for x in run[1:]])
+    kinds = (("cold", cold), ("warm", warm))
+    return [make.compile_time(f"compile_{kind}_{case}", a, b, peer_name=workers[1].name) for kind, (a, b) in kinds]
 
 
 def describe(row: Row) -> str:

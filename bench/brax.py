@@ -95,7 +95,7 @@ def main(
         a, b = results[ours.name], results[peer.name]
         new = [make.rate(case.name, a, b, peer_name=peer.name)]
         if case.mode == "update":
-            new += compile_rows(make, case.name, a, b, peer.name)
+            new += compile_rows(make, case.name, (ours, peer), [results])
         for row in new:
             rows.append(dataclasses.replace(row, note="; ".join(filter(None, [NOTES[case.mode], row.note]))))
             print(describe(rows[-1]), flush=True)

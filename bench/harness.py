@@ -87,6 +87,10 @@ class WorkerError(Exception):
     """A worker is not installed or failed; the message says which and why."""
 
 
+Measured = list[Measurement] | WorkerError
+"""What became of one side: a measurement per round, or the error that ended it."""
+
+
 @dataclass(frozen=True)
 class Worker:
     """One side of a comparison.
@@ -175,7 +179,7 @@ def interleave(
     core: int | Sequence[int] | None,
     cache_dir: Path | None = None,
     timeout_s: float = 1800.0,
-) -> dict[str, list[Measurement] | WorkerError]:
+) -> dict[str, Measured]:
     """Runs every worker once per round, in turn.
 
     Args:
@@ -191,7 +195,7 @@ def interleave(
     if cache_dir is None:
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
             return interleave(workers, arguments, core=core, cache_dir=Path(cache), timeout_s=timeout_s)
-    results: dict[str, list[Measurement] | WorkerError] = {worker.name: [] for worker in workers}
+    results: dict[str, Measured] = {worker.name: [] for worker in workers}
     for round_arguments in arguments:
         for worker in workers:
             done = results[worker.name]
@@ -279,8 +283,8 @@ class RowMaker:
     def rate(
         self,
         name: str,
-        ours: list[Measurement] | WorkerError,
-        peer: list[Measurement] | WorkerError,
+        ours: Measured,
+        peer: Measured,
         *,
         peer_name: str,
         unit: str = "env_steps/s",
@@ -291,8 +295,8 @@ class RowMaker:
     def compile_time(
         self,
         name: str,
-        ours: list[Measurement] | WorkerError,
-        peer: list[Measurement] | WorkerError,
+        ours: Measured,
+        peer: Measured,
         *,
         peer_name: str,
     ) -> Row:
@@ -304,8 +308,8 @@ class RowMaker:
         name: str,
         key: str,
         unit: str,
-        ours: list[Measurement] | WorkerError,
-        peer: list[Measurement] | WorkerError,
+        ours: Measured,
+        peer: Measured,
         *,
         peer_name: str,
     ) -> Row:
@@ -333,8 +337,8 @@ class RowMaker:
         self,
         name: str,
         unit: str,
-        ours: list[Measurement] | WorkerError,
-        peer: list[Measurement] | WorkerError,
+        ours: Measured,
+        peer: Measured,
         peer_name: str,
         values: Callable[[Measurement], list[float]],
     ) -> Row:
@@ -411,8 +415,8 @@ def unequal_returns(ours: Measurement, peer: Measurement) -> list[str]:
 
 def problems(
     name: str,
-    ours: list[Measurement] | WorkerError,
-    peer: list[Measurement] | WorkerError,
+    ours: Measured,
+    peer: Measured,
     *,
     returns: bool = True,
 ) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchpod.bench import harness
-from torchpod.bench.harness import EQUAL_WORK, Measurement, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import EQUAL_WORK, Measured, Row, RowMaker, Worker, WorkerError
 
 
 class Case(NamedTuple):
@@ -85,12 +85,12 @@ def main(
     )
 
 
-Results = Mapping[tuple[str, str], list[Measurement] | WorkerError]
+Results = Mapping[tuple[str, str], Measured]
 
 
 def run_mode(
     case: Case, mode: str, ours: tuple[str, ...], plain: tuple[str, ...], rounds: int, repeats: int, cache: Path
-) -> dict[str, list[Measurement] | WorkerError]:
+) -> dict[str, Measured]:
     """Every side, at its better number of threads."""
     sides = [Worker("sync", (*ours, "--actors", "0"))]
     if mode != "env_only":
@@ -100,13 +100,13 @@ def run_mode(
     work += ["--iterations", case.iterations, "--repeats", repeats]
     arguments = [str(x) for x in work]
 
-    def run(workers: list[Worker], threads: int, seeds: range) -> dict[str, list[Measurement] | WorkerError]:
+    def run(workers: list[Worker], threads: int, seeds: range) -> dict[str, Measured]:
         rounds = [[*arguments, "--threads", str(threads), "--seed", str(seed)] for seed in seeds]
         return harness.interleave(workers, rounds, core=None, cache_dir=cache)
 
     first = {threads: run(sides, threads, range(1)) for threads in (THREADS if mode == "update" else THREADS[:1])}
     best = {side.name: max(first, key=lambda threads, side=side: rate(first[threads][side.name])) for side in sides}
-    results: dict[str, list[Measurement] | WorkerError] = {s.name: first[best[s.name]][s.name] for s in sides}
+    results: dict[str, Measured] = {s.name: first[best[s.name]][s.name] for s in sides}
     for seed in range(1, rounds):
         for side in sides:
             done, more = results[side.name], run([side], best[side.name], range(seed, seed + 1))[side.name]
@@ -115,7 +115,7 @@ def run_mode(
     return results
 
 
-def rate(result: list[Measurement] | WorkerError) -> float:
+def rate(result: Measured) -> float:
     """Median steps per second; 0 for a side that failed."""
     if isinstance(result, WorkerError):
         return 0.0

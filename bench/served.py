@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from torchpod.bench.harness import ONE_THREAD, ROOT, Measurement, Worker, WorkerError
+from torchpod.bench.harness import ONE_THREAD, ROOT, Measured, Measurement, Worker, WorkerError
 
 GONE = contextlib.suppress(OSError, ValueError)
 """Around pipes whose other end may be gone, or our own closed."""
@@ -34,7 +34,7 @@ class Job(NamedTuple):
 class Result(NamedTuple):
     """What came of a job."""
 
-    measurements: list[Measurement] | WorkerError
+    measurements: Measured
     details: dict[str, Any]
 
 

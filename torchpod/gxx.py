@@ -1,4 +1,4 @@
-"""g++: libraries of this package, and quicker calls of it by inductor, which are most of the time to compile.
+"""g++: libraries of this package, and quicker calls of it by inductor: a third of the time to compile.
 
 together.py has what compiles inductor's programs.
 """
@@ -12,11 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import sympy
 import torch
 from torch._inductor import config as inductor_config
 
@@ -47,7 +45,7 @@ def library(name: str, *flags: str) -> ctypes.CDLL:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    quicken()
+    know_processor()
     source, folder = Path(__file__).parent / name, _library_folder()
 
     def builder(output: str) -> CppBuilder:
@@ -92,46 +90,18 @@ def processor() -> str:
 
 
 @functools.cache
-def quicken() -> None:
-    """Makes inductor quicker, in this process. Times are of one core and of PPO on CartPole, 7 programs.
+def know_processor() -> None:
+    """Tells inductor, in this process, whether the compiler knows what the processor can do.
 
-    - Whether the compiler knows what the processor can do is asked in a tenth of a second, instead of by building and
-      loading up to seven libraries, 6 s, and from a full cache 0.7 s.
-    - The table of result types, of which there is one, was filled anew for each of 14,000 operations, 1 s.
-    - The stride of an index that is a sum of multiples of variables is read from it, not simplified, about 0.6 s.
+    It is asked in a tenth of a second, instead of by building and loading up to seven libraries, 6 s, and from a full
+    cache 0.7 s.
     """
-    from torch._inductor import cpu_vec_isa, dtype_propagation, sizevars, utils
+    from torch._inductor import cpu_vec_isa
 
     if inductor_config.cpp.vec_isa_ok is None and _compiler_knows_processor():
         inductor_config.cpp.vec_isa_ok = True
         # What is not asked there: bfloat16, VNNI, AMX.
         cast(Any, cpu_vec_isa.VecISA).check_build = lambda isa, code: _compiler_takes(isa.build_arch_flags())
-    table = dtype_propagation.DtypePropagationOpsHandler
-    fill = table.__init__
-
-    @functools.cache
-    def filled(handler: Any, num_rules: int) -> None:
-        fill(handler)
-
-    def init(handler: Any) -> None:
-        filled(handler, len(utils.op_dtype_propagation_rules))
-
-    cast(Any, table).__init__ = init
-    quick = _quick_stride(sizevars.stride_at_vec_range)
-    for module in (sizevars, sys.modules.get("torch._inductor.codegen.cpp")):
-        if module is not None:  # or it imports the function later
-            cast(Any, module).stride_at_vec_range = quick
-
-
-def _quick_stride(stride_at_vec_range: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.cache
-    def quick(index: sympy.Expr, var: sympy.Symbol, vec_length: int | None = None) -> sympy.Expr:
-        terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(index)]
-        if all(rest.is_Symbol or rest == 1 for _, rest in terms):
-            return sum((factor for factor, rest in terms if rest == var), sympy.Integer(0))
-        return stride_at_vec_range(index, var, vec_length)
-
-    return quick
 
 
 def precompiled(command_line: str, **options: Any) -> str:

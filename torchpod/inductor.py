@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torchpod import cpu_mlp, cpu_scan
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
+from torchpod.quicker import rare_collections
 from torchpod.together import in_background, install, loaded
 from torchpod.trees import paths, reader, writer
 
@@ -263,6 +264,7 @@ def unexpected(name: str, programs: Sequence[Signature], args: tuple[Any, ...]) 
     )
 
 
+@rare_collections()
 def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, list[Any], Any, Any]:
     """The graph of a function, fake inputs for it, its fake result, and their mode."""
     importlib.import_module("torch._inductor.lowering")  # decompositions ask it whether to decompose
@@ -318,6 +320,7 @@ def _bare(compiled: Any) -> Callable[[list[Tensor]], Any]:
     return getattr(compiled, "current_callable", None) or compiled  # without its 2 us of bookkeeping
 
 
+@rare_collections()
 def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes

@@ -25,6 +25,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from torchpod import gxx
+from torchpod.quicker import quicken
 
 LARGEST = 400_000
 """Characters of the programs in one file: the memory that g++ needs grows with them, 0.4 GB at 300,000."""
@@ -216,7 +217,8 @@ def install() -> None:
     """Has inductor's programs for a CPU compiled and loaded here, in this process."""
     from torch._inductor.codecache import CppWrapperCodeCache as Cache
 
-    gxx.quicken()
+    gxx.know_processor()
+    quicken()
     original = Cache.load_async
 
     def load_async(

@@ -1,0 +1,108 @@
+"""Inductor generates the same, and sooner."""
+
+import gc
+import importlib.util
+import random
+import re
+import threading
+
+import pytest
+import sympy
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.exc import InductorError
+
+from torchpod import quicker, together
+from torchpod.inductor import Compiled
+
+
+def test_the_table_of_result_types_is_filled_once():
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+    Compiled(lambda x: (x + 1.5,), "f", 1)(torch.ones(3))
+    assert DtypePropagationOpsHandler().add is DtypePropagationOpsHandler().add
+
+
+def test_strides_are_those_that_sympy_finds_by_simplifying(seed, monkeypatch):
+    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+    rng, (x, y) = random.Random(seed), sympy.symbols("x0 x1", integer=True)
+    spec = importlib.util.find_spec("torch._inductor.sizevars")
+    assert spec and spec.loader
+    untouched = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(untouched)
+    slow = untouched.stride_at_vec_range
+    quick = quicker._quick_stride(slow)
+    for _ in range(50):
+        a, b, c = (sympy.Integer(rng.choice([-64, -1, 0, 1, 3, 16, 128])) for _ in range(3))
+        for index in (a * x + b * y + c, a * FloorDiv(x, 16) + b * x, a * ModularIndexing(x, 1, 32) + b * y, a * x * y):
+            for var, length in ((x, 16), (y, 16), (x, None)):
+                assert quick(index, var, length) == slow(index, var, length), (index, var, length)
+    monkeypatch.setattr(sympy, "simplify", None)
+    assert quicker._quick_stride(slow)(5 * x + y + 3, x, 8) == 5
+
+
+def functions(rng):
+    """With vectors and without tails, with both, and with tails alone; in one dimension, and in tiles of two."""
+    for length in (16, 64, rng.randrange(17, 63), rng.randrange(1, 16)):
+        x, y = torch.randn(32, length), torch.rand(length, 32)
+        yield lambda x, y: ((x.exp() * y.T).sigmoid(), y.T.contiguous() + 1), x, y
+        yield lambda x, y: (x.sum(0), x.amax(1), y.var(0), y.argmax(1), x.mean()), x, y
+        yield lambda x, y: (x.sum(1, keepdim=True) * x, torch.where(y > 0.5, y.cumsum(0), 0)), x, y
+        yield lambda x, y: (x.index_add(0, torch.arange(32) // 2, x), (x[:, ::2] > 0).any(0), (x * 99).long()), x, y
+
+
+def test_kernels_are_the_same_with_and_without_those_for_empty_tails(seed, monkeypatch):
+    from torch._inductor.scheduler import SchedulerNode
+
+    sources = []
+    spec = importlib.util.find_spec("torch._inductor.scheduler")
+    assert spec and spec.loader
+    untouched = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(untouched)
+
+    def noted(source, flags):
+        sources[-1].append(re.sub(r"[0-9a-f]{12}", "", source))
+        raise LookupError
+
+    together.install()
+    monkeypatch.setattr(together, "_program", noted)
+    original = untouched.SchedulerNode.codegen
+    for codegen in (original, quicker._without_empty_tails(original)):
+        monkeypatch.setattr(SchedulerNode, "codegen", codegen)
+        sources.append([])
+        for fn, *args in functions(random.Random(seed)):
+            with inductor_config.patch(force_disable_caches=True), pytest.raises(InductorError, match="LookupError"):
+                Compiled(fn, "f", 1)(*args)
+    assert len(sources[0]) == 16 and sources[0] == sources[1]
+
+
+def test_garbage_is_looked_for_rarely_while_anybody_compiles():
+    before, entered, leave = gc.get_threshold(), threading.Event(), threading.Event()
+
+    def compile_something():
+        with quicker.rare_collections():
+            entered.set()
+            leave.wait()
+
+    other = threading.Thread(target=compile_something)
+    with quicker.rare_collections():
+        other.start()
+        entered.wait()
+        assert gc.get_threshold() == (quicker.YOUNG, *before[1:])
+    assert gc.get_threshold() == (quicker.YOUNG, *before[1:])
+    leave.set()
+    other.join()
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])
+def test_who_looks_for_garbage_more_rarely_still_keeps_to_that(threshold):
+    before = gc.get_threshold()
+    gc.set_threshold(threshold, *before[1:])
+    try:
+        with quicker.rare_collections():
+            assert gc.get_threshold() == (threshold, *before[1:])
+        assert gc.get_threshold() == (threshold, *before[1:])
+    finally:
+        gc.set_threshold(*before)
