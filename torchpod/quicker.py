@@ -1,4 +1,4 @@
-"""Inductor's Python, two thirds of the time to compile, without what it does for nothing.
+"""Inductor's Python, half of the time to compile, without what it does for nothing.
 
 Times are of PPO on CartPole, six programs, one core of an AMD EPYC; what is generated stays the same.
 """
