@@ -386,7 +386,7 @@ class TestPopulation:
     def test_the_folder_of_all_is_evaluated_member_by_member_and_goes_on(self, tmp_path: Path):
         run(tmp_path / "p", *self.SETTINGS, f"total_env_steps={2 * ITERATION}")
         lines = [json.loads(line) for line in eval_run(tmp_path / "p", episodes=3).splitlines()]
-        assert [line["episodes"] for line in lines] == [3, 3]
+        assert [(line["member"], line["episodes"]) for line in lines] == [(0, 3), (1, 3)]
         execute(load([f"resume={tmp_path / 'p' / 'members' / '0'}", f"total_env_steps={5 * ITERATION}"]))
         execute(load([f"resume={tmp_path / 'p'}", f"total_env_steps={3 * ITERATION}"]))
         newest = [checkpoint.latest(tmp_path / "p" / "members" / str(p)).name for p in range(2)]

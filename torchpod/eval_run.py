@@ -39,10 +39,10 @@ def eval_run(
 ) -> str:
     """A line of JSON; one line per member of a population. It acts with what training acts with after the checkpoint.
 
-    `{mean, iqm, ci95, episodes, unfinished_episodes, unfinished_steps, checkpoint}`: `ci95` is the 95 % bootstrap
-    interval of the IQM; episodes that did not end were cut at `unfinished_steps`. In an environment with groups the
-    return is the sum of those of their mean agents, and `groups` has the first four for each. With `episode` and
-    `video` last lines say what was written.
+    `{mean, iqm, ci95, episodes, unfinished_episodes, unfinished_steps, checkpoint}`, in a population after `member`:
+    `ci95` is the 95 % bootstrap interval of the IQM; episodes that did not end were cut at `unfinished_steps`. In an
+    environment with groups the return is the sum of those of their mean agents, and `groups` has the first four for
+    each. With `episode` and `video` last lines say what was written.
 
     Args:
       run_dir: the run folder.
@@ -90,6 +90,8 @@ def eval_run(
         agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs, explore=sample
     )
     told = [eval_returns(own) | unfinished(own) | {"checkpoint": folder.name} for own in each(score)]
+    if config.population > 1:
+        told = [{"member": i} | own for i, own in enumerate(told)]
     lines = [json.dumps(line) for line in told]
     if video is not None or episode is not None:
         if config.population > 1:
