@@ -78,13 +78,21 @@ def quicken() -> None:
 
 
 def _without_empty_tails(codegen: Callable[..., None]) -> Callable[..., None]:
-    """Of a node of a fused kernel, where `V.kernel` is one of its variants: scalar, vectors, tails of these."""
+    """Of a node of a fused kernel, where `V.kernel` is one of its variants: scalar, vectors, tails of these.
+
+    Of tiles of two dimensions the tail of the outer loop alone says that nothing is left of them: a tail of the inner
+    one that is empty may still be where a reduction over it is stored.
+    """
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
+    from torch._inductor.virtualized import V
 
     def codegen_unless_empty(node: Any, index_vars: Any) -> None:
-        from torch._inductor.virtualized import V
-
-        sizes = (getattr(V.kernel, f"{which}tail_size", None) for which in ("", "inner_", "outer_"))
-        if not any(size == 0 for size in sizes):
+        kernel: Any = V.kernel
+        if isinstance(kernel, CppTile2DKernel):
+            empty = kernel.outer_tail_size == 0
+        else:
+            empty = isinstance(kernel, CppVecKernel) and kernel.tail_size == 0
+        if not empty:
             codegen(node, index_vars)
 
     return codegen_unless_empty
