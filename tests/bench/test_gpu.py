@@ -198,7 +198,7 @@ def test_tf32_on_one_side_and_a_peer_on_the_cpu_are_unequal_work():
 
 def test_returns_below_zero_are_compared_too():
     def m(episode_return):
-        return {"mode": "update", "num_envs": 4, "framework": "x", "episode_return": episode_return}
+        return [{"mode": "update", "num_envs": 4, "framework": "x", "episode_return": episode_return}]
 
     assert harness.unequal_returns(m(-1200.0), m(-1000.0)) == []  # pyright: ignore[reportArgumentType]
     assert len(harness.unequal_returns(m(-1200.0), m(-600.0))) == 1  # pyright: ignore[reportArgumentType]

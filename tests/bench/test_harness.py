@@ -131,10 +131,19 @@ def test_a_worker_of_ours_that_fails_fails_the_bench_and_keeps_the_peers_row(tmp
 def test_a_learner_that_does_not_learn_as_its_peer_does_is_reported(tmp_path, fake):
     arguments = anakin.case_arguments(Case(64), 1, learn=True, seed=0)
     m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
-    assert harness.unequal_work(m, m) == harness.unequal_returns(m, m) == []
+    assert harness.unequal_work(m, m) == harness.unequal_returns([m], [m]) == []
     for episode_return in (50.0, None):
         slow: harness.Measurement = {**m, "episode_return": episode_return}
-        assert len(harness.unequal_returns(slow, m)) == 1
+        assert len(harness.unequal_returns([slow], [m])) == 1
+
+
+def test_returns_are_compared_in_the_mean_of_the_seeds(tmp_path, fake):
+    arguments = anakin.case_arguments(Case(64), 1, learn=True, seed=0)
+    m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    ours, peer = ([{**m, "episode_return": x} for x in side] for side in ([20.0, 40.0], [40.0, 22.0]))
+    assert harness.unequal_returns(ours, peer) == []  # pyright: ignore[reportArgumentType]
+    peer[1]["episode_return"] = 80.0
+    assert "to a mean return of 30.0 and jax to 60.0" in harness.unequal_returns(ours, peer)[0]  # pyright: ignore[reportArgumentType]
 
 
 def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):
