@@ -119,9 +119,9 @@ class ActorCritic(Agent):
         total = torch.where(first, 0.0, state["return"] * self.discount) + timestep.reward
         return ActorOutput(action, extras | {"discounted_return": total}), {"cell": cell, "return": total}
 
-    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor]:
+    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         """See `Agent.statistics`."""
-        seen = {}
+        seen: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         if self.normalizer is not None:
             observation = pytree.tree_map(lambda x: x[:-1], trajectory.timestep.observation)
             seen |= {f"normalizer.{name}": x for name, x in self.normalizer.seen(observation).items()}

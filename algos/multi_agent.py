@@ -178,10 +178,16 @@ class Policies(Agent):
             batch = agent.prepare(rows, members.of(own, 1).flatten(0, 1))
             columns = _unflat(batch.steps, 1, members.size)
             if "alive" in t.extras:
-                columns["weight"] = columns["weight"] * members.of(t.extras["alive"], 2)[:-1]
+                columns["weight"] = columns["weight"] * self._alive(t, members)
             steps |= {f"{name}/{column}": x for column, x in columns.items()}
             actor_state[name] = _unflat(batch.actor_state, 0, members.size)
             report |= {f"{name}/{column}": x for column, x in _unflat(batch.report, 1, members.size).items()}
+        for name in [name for name in self.policies if name not in self._trained]:
+            reward = self._members[name].of(t.reward, 2)[1:]
+            weight = steps["weight"][..., None].expand_as(reward)
+            if "alive" in t.extras:
+                weight = weight * self._alive(t, self._members[name])
+            report |= {f"{name}/reward": reward, f"{name}/weight": weight}
         return Batch(steps, actor_state, report)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
@@ -196,15 +202,22 @@ class Policies(Agent):
             changed |= {f"policies.{name}.{k}": x for k, x in out.buffers.items()}
         return LossOutput(losses, metrics, buffers=changed)
 
-    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor]:
-        """See `Agent.statistics`."""
-        seen = {}
+    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        """See `Agent.statistics`; of who is out of the game there are none."""
+        seen, t = {}, trajectory.timestep
         for name, agent in self._agents(trained=True):
             members = self._members[name]
             output = ActorOutput((), _flat(trajectory.output.extras[name], 1))
-            rows = Trajectory(self._rows(trajectory.timestep, members, 1), output, (), ())
-            seen |= {f"policies.{name}.{k}": x for k, x in agent.statistics(rows).items()}
+            own = agent.statistics(Trajectory(self._rows(t, members, 1), output, (), ()))
+            if "alive" in t.extras:
+                alive = self._alive(t, members).flatten(1)
+                own = {k: (x[0], x[1] * alive) if isinstance(x, tuple) else (x, alive) for k, x in own.items()}
+            seen |= {f"policies.{name}.{k}": x for k, x in own.items()}
         return seen
+
+    def _alive(self, timestep: TimeStep, members: Members) -> Tensor:
+        """Who decides for himself, `[T, B, N]` bool of timesteps `[T + 1, B]`."""
+        return members.of(timestep.extras["alive"], 2)[:-1]
 
     def _agents(self, trained: bool = False) -> Iterator[tuple[str, Agent]]:
         names = self._trained if trained else self.policies

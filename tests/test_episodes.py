@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.episodes import average, count_episodes, mean_metrics, names_of
+from torchpod.episodes import average, count_episodes, mean_metrics, names_of, none_yet
 from torchpod.types import FIRST, LAST, MID, TimeStep
 
 
@@ -119,6 +119,40 @@ def test_groups_whose_episodes_go_on_keep_what_they_gained_since_the_last_end(rn
     torch.testing.assert_close(found.running_return[0, 0], a[3, 0].mean())
     torch.testing.assert_close(found.running_return[1, 0], 1 + a[1:, 1].mean(-1).sum())
     torch.testing.assert_close(found.sums[4].float(), 1 + a[1:3, 0].mean(-1).sum())
+
+
+@pytest.mark.parametrize("length", [1, 3, 11])
+def test_who_leaves_the_game_early_has_shorter_episodes(rng, length):
+    """Against a loop over steps, environments and agents, in several trajectories."""
+    size, agents = 4, {"b": 2, "a": 3}
+    step_type, in_game = np.full(size, FIRST), {g: np.ones((size, n), bool) for g, n in agents.items()}
+    steps, ended, running, sums = {g: np.zeros(size) for g in agents}, dict.fromkeys(agents, 0.0), None, 0
+    for _ in range(6):
+        rows = [(step_type, in_game)]
+        for _ in range(length):
+            was_last, before = step_type == LAST, in_game
+            over = (rng.random(size) < 0.3) & ~was_last
+            step_type = np.where(was_last, FIRST, np.where(over, LAST, MID))
+            in_game = {g: np.where(was_last[:, None], True, x & (rng.random(x.shape) < 0.7)) for g, x in before.items()}
+            for g, x in before.items():
+                steps[g] += np.where(was_last, 0, x.sum(1))
+                ended[g] += steps[g][over].sum()
+                steps[g][over] = 0
+            rows.append((step_type, in_game))
+        kinds = torch.tensor(np.stack([kind for kind, _ in rows]))
+        alive = {g: torch.tensor(np.stack([x[g] for _, x in rows])) for g in agents}
+        raw = {g: x.float() for g, x in alive.items()}
+        extras = {"raw_reward": raw, "game_over": kinds == LAST, "alive": alive}
+        timestep = TimeStep(kinds, raw, raw, {}, extras)
+        first = pytree.tree_map(lambda x: x[0], timestep)
+        found = count_episodes(timestep, *(running or none_yet(first)))
+        running, sums = (found.running_return, found.running_length), sums + found.sums
+        assert running[1].dtype == torch.int64
+        np.testing.assert_array_equal(running[1][:, 1:].numpy(), np.stack([steps["a"], steps["b"]], 1))
+    metrics = mean_metrics([{"episodes": sums}], names_of(timestep))
+    for g, n in agents.items():
+        expected = ended[g] / n / metrics["episodes"].item() if ended[g] else np.nan
+        np.testing.assert_allclose(metrics[f"episode_length/{g}"].item(), expected)
 
 
 def test_members_of_a_population_are_counted_apart(rng):

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from torchpod import checkpoint
+from torchpod.config import load
 from torchpod.main import main
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
@@ -55,8 +57,22 @@ def error_of(result: tuple[int, str, str]) -> str:
 def test_without_a_command_or_with_help_it_says_what_there_is(call: Call):
     status, out, _ = call()
     assert status == 2 and "torchpod train" in out
-    for command in (["--help"], ["help"], ["train", "--help"]):
+    for command in (["--help"], ["help"]):
         assert call(*command)[:2] == (0, out)
+
+
+@pytest.mark.parametrize("given", [[], ["algo=sac", "env=pendulum", "algo.learner.learning_rate=0.25"]])
+def test_train_with_help_shows_all_settings_and_trains_nothing(given: list[str], call: Call, tmp_path: Path):
+    status, out, _ = call("train", *given, "--help")
+    head, _, shown = out.partition("\n\n")
+    assert status == 0 and "KEY=VALUE" in head
+    assert yaml.safe_load(shown) == load(given).to_dict()
+    assert not given or yaml.safe_load(shown)["algo"]["learner"]["learning_rate"] == 0.25
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_with_help_refuses_what_train_refuses(call: Call):
+    assert "learning_rat " in error_of(call("train", "--help", "algo.learner.learning_rat=1"))
 
 
 def test_an_unknown_command_is_refused(call: Call):

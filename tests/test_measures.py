@@ -102,6 +102,18 @@ def test_rows_that_do_not_count_and_targets_that_are_alike_are_not_numbers():
     assert all(math.isnan(x) for x in found.values())
 
 
+def test_a_policy_that_is_not_trained_tells_its_rewards_alone(seed):
+    b = batch(np.random.default_rng(seed))
+    report = b.report | {"c/reward": b.report["b/reward"] - 1.0, "c/weight": b.steps["b/weight"]}
+    whole = b._replace(report=report)
+    assert prefixes(whole) == ("", "b/", "c/")
+    found = metrics_of(prefixes(whole), *measure(whole))
+    check({name: x for name, x in found.items() if not name.startswith("c/")}, b)
+    for name in NAMES[:3]:
+        torch.testing.assert_close(found[f"c/{name}"], found[f"b/{name}"] - 1.0)
+    assert math.isnan(found["c/explained_variance"])
+
+
 @pytest.mark.parametrize("error", [0.0, 0.5])
 def test_noise_of_half_the_spread_of_targets_leaves_three_quarters_explained(error):
     target = torch.randn(50, 400, generator=torch.Generator().manual_seed(0))

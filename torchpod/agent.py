@@ -106,10 +106,10 @@ class Agent(nn.Module):
         """
         raise NotImplementedError
 
-    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor]:
+    def statistics(self, trajectory: Trajectory) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         """What the agent keeps running moments of: `{name of a RunningMoments module: [..., *its shape]}`.
 
-        The learner adds this to their buffers after each update, over all ranks (`torchpod.nets.RunningMoments`).
+        Or a pair, with weights `[...]`. The learner adds this to their buffers after each update, over all ranks.
         """
         del trajectory
         return {}

@@ -18,7 +18,7 @@ from torchpod.agent import Agent, Variables, variables_of
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
-from torchpod.episodes import Episodes, count_episodes, mean_metrics, names_of
+from torchpod.episodes import Episodes, count_episodes, mean_metrics, names_of, none_yet
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.phases import Phases
@@ -46,7 +46,7 @@ class RunState(NamedTuple):
     episode_return: Tensor
     """`[B]` float32, raw reward of the running episodes; `[B, G]` if there are groups."""
     episode_length: Tensor
-    """`[B]` int64."""
+    """`[B]` int64; `[B, 1 + G]` of groups whose agents can leave the game: see `count_episodes`."""
     iteration: Tensor
     """int64 scalar."""
     env_steps: Tensor
@@ -104,15 +104,15 @@ def init_state(
     )
     zero = torch.zeros((), dtype=torch.int64, device=device)
     carry = begin(agent, env_keys)
-    groups = [len(carry.timestep.reward)] if isinstance(carry.timestep.reward, dict) else []
+    episode_return, episode_length = none_yet(carry.timestep)
     return RunState(
         carry=carry,
         learner=learner.init(*variables_of(agent)),
         env_keys=env_keys,
         actor_keys=actor_keys,
         learner_keys=learner_keys,
-        episode_return=torch.zeros(num_envs, *groups, device=device),
-        episode_length=torch.zeros(num_envs, dtype=torch.int64, device=device),
+        episode_return=episode_return,
+        episode_length=episode_length,
         iteration=zero,
         env_steps=zero.clone(),
         priorities=replay.buffer.priorities(device) if replay else (),

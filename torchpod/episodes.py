@@ -14,9 +14,18 @@ class Episodes(NamedTuple):
 
     sums: Tensor
     """`[4]` float64: episodes that ended, sum of their returns, sum of their lengths, transitions. Behind them, as
-    `names_of` says, the sums of returns of each group, if there are any, and of what the environment reports."""
+    `names_of` says, the sums of returns of each group, if there are any, of steps that its agents were in the game, if
+    they can leave it, and of what the environment reports."""
     running_return: Tensor
     running_length: Tensor
+
+
+def none_yet(timestep: TimeStep) -> tuple[Tensor, Tensor]:
+    """Return and length of episodes of which nothing has been counted, as `count_episodes` takes them."""
+    size, device = timestep.step_type.shape[0], timestep.step_type.device
+    groups = [len(timestep.reward)] if isinstance(timestep.reward, dict) else []
+    kinds = [1 + len(timestep.extras["alive"])] if "alive" in timestep.extras else []
+    return torch.zeros(size, *groups, device=device), torch.zeros(size, *kinds, dtype=torch.int64, device=device)
 
 
 def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: Tensor) -> Episodes:
@@ -26,11 +35,14 @@ def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: T
       timestep: `[T + 1, B, ...]`.
       running_return: `[B]`, of the episodes under way at the first timestep; `[B, G]` of groups: of each, by name, the
         mean over its agents; their sum is the return of an episode.
-      running_length: `[B]`.
+      running_length: `[B]`; `[B, 1 + G]` of groups whose agents can leave the game: behind the length of the episode,
+        of each, by name, the steps that its agents were in the game, their sum.
     """
     over = timestep.extras["game_over"][1:]  # [T, B]
     real = timestep.step_type[:-1] != LAST
-    reward = timestep.extras["raw_reward"]
+    reward, alive, steps = timestep.extras["raw_reward"], timestep.extras.get("alive", {}), real
+    if alive:
+        steps = torch.stack([real, *((alive[g][:-1] & real[..., None]).sum(-1) for g in sorted(alive))], -1)
     if isinstance(reward, dict):
         reward = torch.stack([reward[g].mean(-1) for g in sorted(reward)], -1)  # [T + 1, B, G]
     # What was gained after the last game over of an environment is still running; the rest belongs to episodes that
@@ -47,9 +59,13 @@ def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: T
         return (running.double() + gain.double().sum(0) - after).sum(0), after
 
     ended_return, return_ = divide(reward[1:], running_return)
-    ended_length, length = divide(real, running_length)
-    sums = torch.stack([over.sum().double(), ended_return.sum(), ended_length, real.sum().double()])
+    ended_length, length = divide(steps, running_length)
+    of_episodes = ended_length[0] if alive else ended_length
+    sums = torch.stack([over.sum().double(), ended_return.sum(), of_episodes, real.sum().double()])
     sums = torch.cat([sums, ended_return]) if ended_return.ndim else sums
+    if alive:  # the mean over the agents of a group
+        sizes = [alive[g].shape[-1] for g in sorted(alive)]
+        sums = torch.cat([sums, torch.stack([x / n for x, n in zip(ended_length[1:], sizes, strict=True)])])
     report = timestep.extras.get("episode", {})
     told = [torch.where(over, report[name][1:].double(), 0.0).sum() for name in sorted(report)]
     sums = torch.cat([sums, torch.stack(told)]) if told else sums
@@ -57,11 +73,10 @@ def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: T
 
 
 def names_of(timestep: TimeStep) -> list[str]:
-    """The metrics that come of the sums behind the first four: `episode_return/GROUP`, then `episode_NAME`."""
+    """The metrics of the sums behind the first four: `episode_return/GROUP`, `episode_length/GROUP`, `episode_NAME`."""
     groups = timestep.reward if isinstance(timestep.reward, dict) else ()
-    return [f"episode_return/{g}" for g in sorted(groups)] + [
-        f"episode_{name}" for name in sorted(timestep.extras.get("episode", ()))
-    ]
+    kinds = ("return/", groups), ("length/", timestep.extras.get("alive", ())), ("", timestep.extras.get("episode", ()))
+    return [f"episode_{kind}{name}" for kind, names in kinds for name in sorted(names)]
 
 
 def average(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -376,7 +376,8 @@ class Learner:
             share = batch.steps[weight_of_buffer(name, batch.steps)].sum()  # of this chunk
             changed |= {_SHARE + name: share, _BUFFER + name: torch.where(share > 0, x * share, 0.0)}
         priorities = () if out.priority is None else (out.priority.detach(),)
-        return losses, {name: x.detach() for name, x in {**out.metrics, **losses, **changed}.items()}, priorities
+        told = {"loss" if len(losses) == 1 else f"loss/{name}": x for name, x in losses.items()}
+        return losses, {name: x.detach() for name, x in {**out.metrics, **told, **changed}.items()}, priorities
 
     def remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""
@@ -594,7 +595,8 @@ class Learner:
     def _observe_one(self, params: Variables, buffers: Variables, trajectory: Trajectory) -> dict[str, Tensor]:
         """Sums for the running statistics, of this rank's trajectory."""
         seen = bind(self.agent, params | buffers)("statistics", trajectory)
-        return {name: sums_about(buffers[f"{name}.mean"], x) for name, x in seen.items()}
+        pairs = {name: x if isinstance(x, tuple) else (x,) for name, x in seen.items()}
+        return {name: sums_about(buffers[f"{name}.mean"], *x) for name, x in pairs.items()}
 
     def _absorb_one(self, state: LearnerState, sums: dict[str, Tensor]) -> LearnerState:
         """Adds them to the statistics, unless a gradient was not finite: then what was seen may not be either."""

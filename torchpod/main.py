@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from torchpod import envs
@@ -23,7 +24,8 @@ from torchpod.sebulba import ActorError
 from torchpod.stop import Interrupted
 from torchpod.watched import HostError
 
-USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda
+USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda;
+                                  --help shows all settings of that run
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode,
                                   --episode FILE.npz records it, --sample draws actions instead of the greedy ones,
                                   --instead random, or GROUP=ACTION, plays that instead of what was trained
@@ -89,8 +91,11 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(overrides: list[str]) -> int:
-    if "-h" in overrides or "--help" in overrides:
-        print(USAGE)
+    settings = [x for x in overrides if x not in ("-h", "--help")]
+    if len(settings) < len(overrides):
+        shown = yaml.safe_dump(load(settings).to_dict(), sort_keys=False)
+        print("torchpod train [KEY=VALUE ...], where KEY is any of these, with dots: algo.learner.learning_rate=1e-3\n")
+        print(shown, end="")
         return 0
     run = execute(load(overrides))
     if run.summary:

@@ -24,8 +24,11 @@ def measure(batch: Batch) -> tuple[Tensor, Tensor]:
     """
     sums, largest = [], []
     for prefix in prefixes(batch):
-        weight = batch.steps[f"{prefix}weight"].double()
-        reward, value, target = (batch.report[prefix + name].double() for name in ("reward", "value", "value_target"))
+        told = batch.steps | batch.report
+        weight, reward = (told[prefix + name].double() for name in ("weight", "reward"))
+        value, target = (
+            batch.report.get(prefix + name, torch.zeros_like(reward)).double() for name in ("value", "value_target")
+        )
         missed = target - value
         columns = (torch.ones_like(reward), reward, target, target * target, missed, missed * missed)
         sums.append(torch.stack([(weight * x).sum() for x in columns]))
@@ -48,7 +51,8 @@ def metrics_of(names: tuple[str, ...], sums: Tensor, largest: Tensor) -> dict[st
     """Rewards and explained variance of each policy, `{tagger/reward_mean: scalar}`; NaN where no row counts.
 
     The explained variance is that of Schulman's baselines, 1 - Var(target - value) / Var(target): 1 for values that say
-    what came, 0 for such that know no more than a constant; NaN where all targets are alike.
+    what came, 0 for such that know no more than a constant; NaN where all targets are alike, and of a policy that is
+    not trained.
 
     Args:
       names: the prefixes.

@@ -77,7 +77,7 @@ class Batch(NamedTuple):
     """`[B, ...]`, the recurrent state before step 0; empty for feed-forward agents."""
     report: dict[str, Tensor] = {}
     """Columns `[T, B]` that are reported and not learned from: `reward`, `value` and `value_target` become the metrics
-    of measures.py. Of several policies `POLICY/reward` `[T, B, N]`, ..., each with its `POLICY/weight` in `steps`."""
+    of measures.py. Of several policies `POLICY/reward` `[T, B, N]`, ...; of one that is not trained `weight` too."""
 
 
 class LossOutput(NamedTuple):

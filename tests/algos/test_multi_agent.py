@@ -223,7 +223,38 @@ def test_a_policy_that_is_not_trained_stays_as_it_is(seed):
     trajectory = rollout(agent, seed)
     state, metrics = learned(agent, trajectory, seed)
     assert all(torch.equal(x, state.buffers[name]) for name, x in before.items())
-    assert "policies.a.policy.weight" in before and not any(name.startswith("a/") for name in metrics)
+    told = {name.removeprefix("a/") for name in metrics if name.startswith("a/")}
+    assert "policies.a.policy.weight" in before
+    assert told == {"reward_mean", "reward_min", "reward_max", "explained_variance"}  # it has no loss
+    t = trajectory.timestep
+    counts = t.extras["alive"]["a"][:-1] & (t.step_type[:-1] != LAST)[..., None]
+    assert not counts.all()
+    reward = t.reward["a"][1:][counts].double()
+    for name, x in (("mean", reward.mean()), ("min", reward.min()), ("max", reward.max())):
+        torch.testing.assert_close(metrics[f"a/reward_{name}"].double(), x)
+    assert metrics["a/explained_variance"].isnan()
+
+
+def test_running_statistics_are_of_who_is_in_the_game(seed):
+    policies = {"one": [0, 1, 4], "two": [3], "three": [2, 5]}
+    agent = make(IPPO, seed, policies=policies, normalize_observation=True, normalize_reward=True)
+    trajectory = rollout(agent, seed)
+    state, _ = learned(agent, trajectory, seed)
+    for name, numbers in policies.items():
+        rows, alive = alone(trajectory, name, numbers)
+        assert name == "two" or not alive.all()
+        seen, place = rows.timestep.observation, "observation"
+        if isinstance(seen, dict):
+            seen, place = seen["x"], "x"
+        expected = {
+            f"normalizer.moments.{place}": seen[:-1][alive],
+            "return_moments": rows.output.extras["discounted_return"][alive],
+        }
+        for module, x in expected.items():
+            found = [state.buffers[f"policies.{name}.{module}.{k}"] for k in ("total", "mean", "variance")]
+            x = x.double()
+            for a, b in zip(found, (alive.sum().double(), x.mean(0), x.var(0, correction=0)), strict=True):
+                torch.testing.assert_close(a, b)
 
 
 def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):
@@ -375,4 +406,4 @@ def test_the_loss_with_warpdrives_settings_is_the_one_that_their_files_state(see
         )
     assert (t.step_type == LAST).any()
     for name, loss in expected.items():
-        np.testing.assert_allclose(metrics[name], loss, rtol=2e-4)
+        np.testing.assert_allclose(metrics["loss" if len(expected) == 1 else f"loss/{name}"], loss, rtol=2e-4)

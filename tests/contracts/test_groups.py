@@ -157,11 +157,11 @@ def test_two_iterations_train_both_groups_and_compiled_agrees_with_eager(seed):
     first, metrics = eager.iterate(start)
     for name, value in start.learner.params.items():
         assert not torch.equal(first.learner.params[name], value)
-    assert {"a", "b", "decay", "grad_norm/a", "grad_norm/b", "episodes"} <= set(metrics)
+    assert {"loss/a", "loss/b", "decay", "grad_norm/a", "grad_norm/b", "episodes"} <= set(metrics)
     reports, replays = zip(*train(compiled, start, until=2), strict=True)
     state = replays[-1].state
     assert len(reports) == 2 and all(x.isfinite().all() for x in state.learner.params.values())
-    assert reports[0].metrics["a"].item() == pytest.approx(metrics["a"].item(), rel=1e-4, abs=1e-5)
+    assert reports[0].metrics["loss/a"].item() == pytest.approx(metrics["loss/a"].item(), rel=1e-4, abs=1e-5)
     assert reports[-1].env_steps <= 2 * T * B
     _, trajectory = compiled.rollout(state)
     assert allowed(trajectory).all()
@@ -197,7 +197,7 @@ def test_each_group_follows_the_gradient_of_its_own_loss_alone(seed):
             torch.testing.assert_close(moments[name] / 0.1, gradient, rtol=1e-4, atol=1e-5)
         norm = torch.stack([g.square().sum() for g in own]).sum().sqrt()
         torch.testing.assert_close(metrics[f"grad_norm/{group}"], norm, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(metrics[group], losses[group].detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(metrics[f"loss/{group}"], losses[group].detach(), rtol=1e-4, atol=1e-4)
         # the first step of Adam has the length of the group's own learning rate
         moved = (after.params[f"net_{group}.weight"] - state.learner.params[f"net_{group}.weight"]).abs().max()
         assert moved == pytest.approx({"a": 1e-2, "b": 3e-2}[group], rel=1e-2)

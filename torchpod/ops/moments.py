@@ -17,19 +17,23 @@ class Moments(NamedTuple):
     """`[*shape]`, of the population, not of a sample."""
 
 
-def sums_about(mean: Tensor, x: Tensor) -> Tensor:
+def sums_about(mean: Tensor, x: Tensor, weight: Tensor | None = None) -> Tensor:
     """What `merge` needs of a batch: number, sum and sum of squares of `x - mean`, to be added up over batches.
 
     Args:
       mean: `[*shape]` float64, near the mean of `x`, or rounding errors grow.
       x: `[..., *shape]`.
+      weight: `[...]`, how often each counts; None: once.
 
     Returns:
       `[1 + 2 * n]` float64, n entries in `shape`.
     """
     rows = x.reshape(-1, mean.numel()).double() - mean.reshape(-1)
-    count = torch.full((1,), rows.shape[0], dtype=torch.float64, device=x.device)
-    return torch.cat([count, rows.sum(0), rows.square().sum(0)])
+    if weight is None:
+        count = torch.full((1,), rows.shape[0], dtype=torch.float64, device=x.device)
+        return torch.cat([count, rows.sum(0), rows.square().sum(0)])
+    share = weight.reshape(-1, 1).double()
+    return torch.cat([share.sum(0), (share * rows).sum(0), (share * rows.square()).sum(0)])
 
 
 def merge(moments: Moments, sums: Tensor) -> Moments:
