@@ -11,6 +11,7 @@ from torchpod import checkpoint, random
 from torchpod.agent import variables_of
 from torchpod.checkpoint import CheckpointError
 from torchpod.env import close_all
+from torchpod.eval_run import acting_weights
 from torchpod.interop.policy import Greedy
 from torchpod.makers import make_agent, make_env
 from torchpod.run_folder import read_config
@@ -47,14 +48,16 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
         )
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
-    if member is not None:
-        weights = {name: x[member] for name, x in weights.items()}
     env = make_env(config.env)
     try:
         agent = make_agent(config.algo, env.spec)()
-        here = {name: x.shape for table in variables_of(agent) for name, x in table.items()}
-        if here != {name: x.shape for name, x in weights.items()}:
+        lead = () if member is None else (config.population,)
+        here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
+        if here != {name: tuple(x.shape) for name, x in weights.items()}:
             raise CheckpointError(f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}.")
+        weights = acting_weights(config, agent, weights, int(folder.name))
+        if member is not None:
+            weights = {name: x[member] for name, x in weights.items()}
         _, timestep = env.init(random.split(random.key(0), EXAMPLE_SIZE))
     finally:
         close_all([env])

@@ -163,6 +163,31 @@ def test_policies_of_many_agents_are_exported_by_group(tmp_path: Path, algo: str
         assert (action[group] == chosen.flatten(0, 1)).double().mean() > 0.99  # but for rounding
 
 
+SCHEDULED = """
+from torchpod.algos.ppo import PPO, PPOConfig
+
+class Scheduled(PPO):
+    def __init__(self, spec, config: PPOConfig):
+        super().__init__(spec, config)
+
+    def act(self, timestep, state, keys, explore=True):
+        out, state = super().act(timestep, state, keys, explore)
+        late = (self.entropy_coefficient < 0.05).long()
+        return out if explore else out._replace(action=out.action * 0 + late), state
+"""
+
+
+@pytest.mark.parametrize("population", [1, 2])
+def test_hyperparameters_of_an_exported_policy_are_those_of_the_end(tmp_path: Path, population: int):
+    (tmp_path / "agent.py").write_text(SCHEDULED)
+    schedule = "algo.learner.schedules={entropy_coefficient:[[0,0.1],[100,0.0]]}"
+    agent = f"algo={tmp_path}/agent.py:Scheduled", "+algo.agent.entropy_coefficient=0.1"
+    trained(tmp_path / "run", "env=cartpole", *agent, schedule, f"population={population}")
+    export_run(tmp_path / "run", member=None if population == 1 else 1)
+    program = torch.export.load(tmp_path / "run" / "policy.pt2").module()
+    assert program(torch.randn(3, 4)).tolist() == [1, 1, 1]
+
+
 def test_members_of_a_population_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     _, weights = trained(tmp_path / "run", "env=cartpole", "population=2")
