@@ -28,11 +28,7 @@ def test_strides_are_those_that_sympy_finds_by_simplifying(seed, monkeypatch):
     from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
     rng, (x, y) = random.Random(seed), sympy.symbols("x0 x1", integer=True)
-    spec = importlib.util.find_spec("torch._inductor.sizevars")
-    assert spec and spec.loader
-    untouched = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(untouched)
-    slow = untouched.stride_at_vec_range
+    slow = untouched("sizevars").stride_at_vec_range
     quick = quicker._quick_stride(slow)
     for _ in range(50):
         a, b, c = (sympy.Integer(rng.choice([-64, -1, 0, 1, 3, 16, 128])) for _ in range(3))
@@ -59,29 +55,62 @@ def functions(rng):
         )
 
 
+def untouched(name):
+    """A module of inductor without what quicker.py puts into it."""
+    spec = importlib.util.find_spec(f"torch._inductor.{name}")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def generated(seed, monkeypatch):
+    """What g++ would get of `functions`, without the names that differ each time."""
+    sources = []
+
+    def noted(source, flags):
+        sources.append(re.sub(r"[0-9a-f]{12}", "", source))
+        raise LookupError
+
+    monkeypatch.setattr(together, "_program", noted)
+    for fn, *args in functions(random.Random(seed)):
+        with inductor_config.patch(force_disable_caches=True), pytest.raises(InductorError, match="LookupError"):
+            Compiled(fn, "f", 1)(*args)
+    assert len(sources) == 125
+    return sources
+
+
 def test_kernels_are_the_same_with_and_without_those_for_empty_tails(seed, monkeypatch):
     from torch._inductor.scheduler import SchedulerNode
 
-    sources = []
-    spec = importlib.util.find_spec("torch._inductor.scheduler")
-    assert spec and spec.loader
-    untouched = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(untouched)
+    together.install()
+    quick = generated(seed, monkeypatch)
+    monkeypatch.setattr(SchedulerNode, "codegen", untouched("scheduler").SchedulerNode.codegen)
+    assert generated(seed, monkeypatch) == quick
 
-    def noted(source, flags):
-        sources[-1].append(re.sub(r"[0-9a-f]{12}", "", source))
-        raise LookupError
+
+def test_kernels_are_the_same_but_for_tiles_that_are_transposed_again(seed, monkeypatch):
+    from torch._inductor.codegen.cpp import CppTile2DKernel
+
+    def without_repetitions(source):
+        """Before each loop: a tile that was transposed already is there."""
+        kept, block = [], set()
+        for line in source.splitlines():
+            if "for(" in line or "for (" in line:
+                block = set()
+            if "transpose_mxn" not in line or line not in block:
+                kept.append(line)
+            block.add(line)
+        return kept
 
     together.install()
-    monkeypatch.setattr(together, "_program", noted)
-    original = untouched.SchedulerNode.codegen
-    for codegen in (original, quicker._without_empty_tails(original)):
-        monkeypatch.setattr(SchedulerNode, "codegen", codegen)
-        sources.append([])
-        for fn, *args in functions(random.Random(seed)):
-            with inductor_config.patch(force_disable_caches=True), pytest.raises(InductorError, match="LookupError"):
-                Compiled(fn, "f", 1)(*args)
-    assert len(sources[0]) == 125 and sources[0] == sources[1]
+    quick = generated(seed, monkeypatch)
+    name = "gen_transposed_tile_load_store"
+    monkeypatch.setattr(CppTile2DKernel, name, getattr(untouched("codegen.cpp").CppTile2DKernel, name))
+    slow = generated(seed, monkeypatch)
+    repeating = [source for source in slow if without_repetitions(source) != source.splitlines()]
+    assert len(repeating) > 10
+    assert [without_repetitions(source) for source in slow] == [source.splitlines() for source in quick]
 
 
 def test_garbage_is_looked_for_rarely_while_anybody_compiles():
