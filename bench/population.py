@@ -56,7 +56,9 @@ def main(
             both = [*arguments[0], "--threads", "2"]
             two = harness.interleave((ours,), [both] * rounds, core=None, cache_dir=Path(cache))[ours.name]
         rows.append(make.rate(name, a, b, peer_name=peer.name))
-        rows += compile_rows(make, name, (ours, peer), [results])
+        again = [case_arguments(members, num_envs, 1, learn=False, seed=i) for i in range(1, rounds)]
+        colds = [harness.interleave((ours, peer), [one], core=core) for one in again if not quick]
+        rows += compile_rows(make, name, (ours, peer), [results, *colds])
         no_peer = WorkerError(f"{peer.name} is not run on two cores, where it hangs")
         rows.append(make.rate(f"{name} on 2 cores", two, no_peer, peer_name=peer.name))
         for row in rows[-4:]:
