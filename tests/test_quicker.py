@@ -64,33 +64,22 @@ def untouched(name):
     return module
 
 
-def generated(seed, monkeypatch):
-    """What g++ would get of `functions`, without the names that differ each time."""
+def test_kernels_are_the_same_but_for_tiles_that_are_transposed_again(seed, monkeypatch):
+    """With kernels for empty tails, and transposing for each operation, as inductor does by itself."""
+    from torch._inductor.codegen.cpp import CppTile2DKernel
+    from torch._inductor.scheduler import SchedulerNode
+
     sources = []
 
     def noted(source, flags):
-        sources.append(re.sub(r"[0-9a-f]{12}", "", source))
+        sources[-1].append(re.sub(r"[0-9a-f]{12}", "", source))
         raise LookupError
 
-    monkeypatch.setattr(together, "_program", noted)
-    for fn, *args in functions(random.Random(seed)):
-        with inductor_config.patch(force_disable_caches=True), pytest.raises(InductorError, match="LookupError"):
-            Compiled(fn, "f", 1)(*args)
-    assert len(sources) == 125
-    return sources
-
-
-def test_kernels_are_the_same_with_and_without_those_for_empty_tails(seed, monkeypatch):
-    from torch._inductor.scheduler import SchedulerNode
-
-    together.install()
-    quick = generated(seed, monkeypatch)
-    monkeypatch.setattr(SchedulerNode, "codegen", untouched("scheduler").SchedulerNode.codegen)
-    assert generated(seed, monkeypatch) == quick
-
-
-def test_kernels_are_the_same_but_for_tiles_that_are_transposed_again(seed, monkeypatch):
-    from torch._inductor.codegen.cpp import CppTile2DKernel
+    def generate():
+        sources.append([])
+        for fn, *args in functions(random.Random(seed)):
+            with inductor_config.patch(force_disable_caches=True), pytest.raises(InductorError, match="LookupError"):
+                Compiled(fn, "f", 1)(*args)
 
     def without_repetitions(source):
         """Before each loop: a tile that was transposed already is there."""
@@ -104,12 +93,14 @@ def test_kernels_are_the_same_but_for_tiles_that_are_transposed_again(seed, monk
         return kept
 
     together.install()
-    quick = generated(seed, monkeypatch)
+    monkeypatch.setattr(together, "_program", noted)
+    generate()
+    monkeypatch.setattr(SchedulerNode, "codegen", untouched("scheduler").SchedulerNode.codegen)
     name = "gen_transposed_tile_load_store"
     monkeypatch.setattr(CppTile2DKernel, name, getattr(untouched("codegen.cpp").CppTile2DKernel, name))
-    slow = generated(seed, monkeypatch)
-    repeating = [source for source in slow if without_repetitions(source) != source.splitlines()]
-    assert len(repeating) > 10
+    generate()
+    quick, slow = sources
+    assert len(slow) == 125 and len([x for x in slow if without_repetitions(x) != x.splitlines()]) > 10
     assert [without_repetitions(source) for source in slow] == [source.splitlines() for source in quick]
 
 

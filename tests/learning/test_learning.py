@@ -204,8 +204,7 @@ def test_a_gru_solves_memory_chain_in_the_other_loop_too(tmp_path):
 
 
 def test_a_gru_solves_memory_chain_where_an_mlp_cannot():
-    # Uncompiled: the unrolled GRU takes longer to compile than to train.
-    with_memory = final_returns("experiment=memory_chain", "population=2", "compile=false")
+    with_memory = final_returns("experiment=memory_chain", "population=2")
     without = final_returns(
         "experiment=memory_chain", "compile=false", "algo.agent.recurrent=0", "algo.agent.hidden=[32]"
     )
