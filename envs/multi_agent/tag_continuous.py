@@ -191,7 +191,7 @@ class TagContinuous(TensorEnv):
         reward = (hit * self.edge_hit_penalty + self._by_group(self.step_rewards, chosen)) * s.alive
 
         time, runs = s.time + 1, s.alive[..., n:]
-        distance = _distance(x[..., n:, None] - x[..., None, :n], y[..., n:, None] - y[..., None, :n])  # [B, M, N]
+        distance = _root(_squared(x[..., n:, None] - x[..., None, :n], y[..., n:, None] - y[..., None, :n]))  # [B, M, N]
         nearest, tagger = distance.min(-1)  # of equal ones the first
         tagged = runs & (nearest < self.reach)
         caught = tagged[..., None] & (tagger[..., None] == torch.arange(n, device=device))
@@ -268,23 +268,23 @@ def nearest(x: Tensor, y: Tensor, alive: Tensor, num: int) -> tuple[Tensor, Tens
     num_blocks = -(-size // BLOCK)
     count = torch.arange(size, dtype=torch.int32, device=x.device)
 
-    def distance(ids: Tensor, x_: Tensor, y_: Tensor) -> Tensor:
-        return torch.where(ids == count, math.inf, _distance(x_ - x[:, None], y_ - y[:, None]))
+    def squared(ids: Tensor, x_: Tensor, y_: Tensor) -> Tensor:
+        return torch.where(ids == count, math.inf, _squared(x_ - x[:, None], y_ - y[:, None]))
 
     xs, ys = (torch.where(alive, f, math.inf) for f in (x, y))
     if num_blocks <= 2 * num:
         ids = count[:, None]
-        found = distance(ids, xs[..., None], ys[..., None])  # [B, A, A]
+        found = squared(ids, xs[..., None], ys[..., None])  # [B, A, A]
     else:
         xs, ys = (pad(f, (0, num_blocks * BLOCK - size), value=math.inf) for f in (xs, ys))
         blocks = count[:num_blocks, None]
-        members = [distance(blocks * BLOCK + i, xs[:, i::BLOCK, None], ys[:, i::BLOCK, None]) for i in range(BLOCK)]
+        members = [squared(blocks * BLOCK + i, xs[:, i::BLOCK, None], ys[:, i::BLOCK, None]) for i in range(BLOCK)]
         best = functools.reduce(torch.minimum, members)  # [B, A / BLOCK, A]
-        chosen = (_smallest(_keys(best, blocks), num) & 0xFFFFFFFF).int()
+        chosen = (_smallest(_keys(_root(best), blocks), num) & 0xFFFFFFFF).int()
         ids = (chosen[:, None] * BLOCK + count[:BLOCK, None, None]).flatten(1, 2)  # [B, BLOCK K, A]
         index = ids.flatten(1).long()
-        found = distance(ids, *(f.gather(1, index).view(ids.shape) for f in (xs, ys)))
-    keys = _smallest(_keys(found, ids), num)
+        found = squared(ids, *(f.gather(1, index).view(ids.shape) for f in (xs, ys)))
+    keys = _smallest(_keys(_root(found), ids), num)
     there = keys < NOBODY
     return torch.where(there, keys & 0xFFFFFFFF, 0).transpose(1, 2), there.transpose(1, 2)
 
@@ -303,13 +303,17 @@ def _smallest(keys: Tensor, num: int) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _distance(dx: Tensor, dy: Tensor) -> Tensor:
-    """Euclid's, float32. Agents along a side are often equally far but for the last bit: every step is rounded alike.
-
-    The clamp, which changes nothing but infinity, keeps compilers from fusing a square with the sum.
+def _squared(dx: Tensor, dy: Tensor) -> Tensor:
+    """Euclid's distance, squared, float32. The clamp, which changes nothing but infinity, keeps compilers from fusing a
+    square with the sum: agents along a side are often equally far but for the last bit, so every step is rounded alike.
     """
     x, y = ((d * d).clamp(max=LARGEST) for d in (dx, dy))
-    return (x + y).sqrt()
+    return x + y
+
+
+def _root(squared: Tensor) -> Tensor:
+    """Rounded to float32 once: torch's own root of float32 on a CPU is MKL's, one in six of which ends in another bit."""
+    return squared.double().sqrt().float()
 
 
 def _levels(name: str, low: float, high: float, num: int, limit: float = float("inf")) -> tuple[float, float]:
