@@ -7,6 +7,7 @@ line that it reads; at the end it prints `Details` (served.py).
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -222,7 +223,15 @@ class Prepared:
         return torch.stack(sums).reshape(-1, 4).sum(0).tolist()
 
 
-def build(env: str, num_envs: int, num_iterations: int, *, compiler: Compiler, device: str = "cpu") -> Anakin:
+def build(
+    env: str,
+    num_envs: int,
+    num_iterations: int,
+    *,
+    compiler: Compiler,
+    device: str = "cpu",
+    chunk_rows: int | None = None,
+) -> Anakin:
     """The program for one of `WORK`."""
     work = WORK[env]()
     return Anakin(
@@ -230,7 +239,7 @@ def build(env: str, num_envs: int, num_iterations: int, *, compiler: Compiler, d
         work.env,
         num_envs=num_envs,
         unroll_length=work.unroll_length,
-        learner=work.learner,
+        learner=dataclasses.replace(work.learner, chunk_rows=chunk_rows),
         num_iterations=num_iterations,
         compiler=compiler,
         device=device,

@@ -34,7 +34,12 @@ def cores() -> int:
 
 
 def library(name: str, *flags: str) -> ctypes.CDLL:
-    """Compiles a C++ file of this package, once per machine, and loads it.
+    """Compiles a C++ file of this package, once per machine, and loads it; the arguments are those of `built`."""
+    return ctypes.CDLL(str(built(name, *flags)))
+
+
+def built(name: str, *flags: str) -> Path:
+    """Compiles a C++ file of this package, once per machine.
 
     It is kept in `~/.cache/torchpod` (`XDG_CACHE_HOME`), or among inductor's programs if nothing can be written there.
 
@@ -59,7 +64,7 @@ def library(name: str, *flags: str) -> ctypes.CDLL:
             build = builder(scratch)
             build.build()
             os.replace(build.get_target_file_path(), path)
-    return ctypes.CDLL(str(path))
+    return path
 
 
 def _library_folder() -> Path:

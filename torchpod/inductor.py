@@ -212,7 +212,7 @@ class _Program(Signature):
         graph, fakes, result, mode = trace(fn, args)
         simplify(graph)
         self.write = writer(result)
-        self._compiled = _lower(graph, fakes, mode)
+        self._compiled = lowered(graph, fakes, mode)
         self.run: Callable[[list[Tensor]], Any] = self._first_run
         self.entry: Entry | None = None
         self.used = False
@@ -265,13 +265,18 @@ def unexpected(name: str, programs: Sequence[Signature], args: tuple[Any, ...]) 
 
 
 @rare_collections()
-def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.fx.GraphModule, list[Any], Any, Any]:
-    """The graph of a function, fake inputs for it, its fake result, and their mode."""
+def trace(
+    fn: Callable[..., Any], args: tuple[Any, ...], device: str | None = None
+) -> tuple[torch.fx.GraphModule, list[Any], Any, Any]:
+    """The graph of a function, fake inputs for it, its fake result, and their mode; as if all were on another device."""
     importlib.import_module("torch._inductor.lowering")  # decompositions ask it whether to decompose
     # Without a ShapeEnv inductor would not use its cache. Tensors that the function closes over are constants.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     leaves, spec = pytree.tree_flatten(args)
     fakes = [mode.from_tensor(x, static_shapes=True) for x in leaves if isinstance(x, Tensor)]
+    if device is not None:
+        with mode:
+            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in fakes]
     result = None
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -313,7 +318,7 @@ def simplify(graph: torch.fx.GraphModule) -> None:
 
 def lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Callable[[list[Tensor]], Any]:
     """Inductor's program for a graph."""
-    return _bare(loaded(_lower(graph, fakes, mode)))
+    return _bare(loaded(lowered(graph, fakes, mode)))
 
 
 def _bare(compiled: Any) -> Callable[[list[Tensor]], Any]:
@@ -321,11 +326,12 @@ def _bare(compiled: Any) -> Callable[[list[Tensor]], Any]:
 
 
 @rare_collections()
-def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
+def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
+    """As `lower`, perhaps not loaded yet."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    options = {
+    options: dict[str, Any] = {
         "post_grad_custom_post_pass": CpuKernels(),
         # It leaves a loop with 35 strided accesses unvectorised however much else there is to do, such as the 10 rounds
         # of a draw from keys [B, 3]: without it Pendulum and Acrobot step twice as fast, CartPole 1.3 times.
@@ -338,6 +344,8 @@ def _lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
     if cpp_wrapper:
         install()
+    else:  # on a GPU no kernel is chosen by timing, for its sums would be rounded otherwise
+        options |= {"deterministic": True, "shape_padding": False, "triton.autotune_pointwise": False, "combo_kernels": True, "combo_kernels_autotune": 0}
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 

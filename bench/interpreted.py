@@ -1,0 +1,74 @@
+"""Runs inductor's Triton kernels on the CPU, in Triton's interpreter: one block of threads after the other, in NumPy.
+
+Read lowered_worker.py first. Triton must have been imported with TRITON_INTERPRET=1. What only a GPU decides is not
+seen: the order in which its matrix products add up, the last bits of its functions, races between blocks.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+FUNCTIONS = {
+    "isnan": np.isnan,
+    "isinf": np.isinf,
+    "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
+    "pow": np.power,
+    "signbit": np.signbit,
+    "nearbyint": np.rint,
+    "llrint": lambda x: np.rint(x).astype(np.int64),
+}
+"""Of CUDA's libdevice, where NumPy has them under other names."""
+
+
+class Interpreted:
+    """A kernel, called as inductor's programs call it.
+
+    Args:
+      name: of the kernel.
+      source: of the Python module that defines it.
+    """
+
+    def __init__(self, name: str, source: str) -> None:
+        from torch._inductor.codecache import PyCodeCache
+
+        self._kernel = getattr(PyCodeCache.load(source), name)
+
+    def run(self, *args: Any, stream: Any = None) -> None:
+        """All blocks."""
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        kernel, config = self._kernel, self._kernel.configs[0]
+        names = [x for x in kernel.triton_meta["signature"] if x not in config.kwargs]
+        grid = GridExpr.from_meta(kernel.inductor_meta, config).eval_slow(dict(zip(names, args, strict=False)))
+        kernel.fn[grid](*args, **config.kwargs)
+
+
+class Libdevice:
+    """CUDA's functions of floats, by NumPy."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The function of that name."""
+        function = FUNCTIONS.get(name) or getattr(np, name)
+
+        def call(*args: Any) -> Any:
+            import triton.language as tl
+            from triton.runtime.interpreter import TensorHandle
+
+            with np.errstate(all="ignore"):
+                result = np.asarray(function(*(x.handle.data for x in args)))
+            kind = tl.int1 if result.dtype == bool else args[0].dtype.scalar
+            return tl.core.tensor(TensorHandle(result, kind), args[0].type.with_element_ty(kind))
+
+        return call
+
+
+def prepare() -> None:
+    """Lets inductor's programs for a GPU run on tensors of the CPU, in this process from now on."""
+    from torch._inductor.runtime import triton_helpers
+
+    triton_helpers.libdevice = Libdevice()
+    guards: Any = torch._C._dynamo.guards
+    guards._empty_strided_cuda = guards._empty_strided_cpu
+    for name in ("set_device", "_exchange_device", "_maybe_exchange_device"):
+        setattr(torch.cuda, name, lambda device: 0)

@@ -1,0 +1,301 @@
+"""What the programs of an iteration become on an NVIDIA H100, found out where there is none. One case, one JSON line.
+
+    python -m torchpod.bench.lowered --env cartpole --num-envs 1024     (lowered.py starts this file)
+
+Every compiled function of one iteration is traced as if its arguments were on a GPU, and lowered by inductor to Triton
+and cuBLAS with the very settings of a run there; what the iteration does is then computed on the CPU, uncompiled, so
+that the next function gets its arguments. Counted are the kernels of all programs, as often as they are called, and
+the operators between them, each of which launches at least one. `--compile` also makes machine code of the kernels;
+`--check` runs every program, its kernels in Triton's interpreter (interpreted.py), and compares what comes out.
+"""
+
+import argparse
+import collections
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchpod import inductor
+from torchpod.bench import anakin_worker, interpreted
+from torchpod.compile import Compiler
+from torchpod.graph import Replay
+from torchpod.trees import reader
+
+CAPABILITY = 90
+"""Of an H100, and of an H200."""
+SIZE = {
+    "multi_processor_count": 132,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+}
+LAUNCH = re.compile(r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.\w+)\(", re.MULTILINE)
+"""A line of inductor's program that launches something."""
+ON_HOST = re.compile(r"empty_strided_cpu|cpp_fused|\.item\(\)|\.tolist\(\)|\.cpu\(\)|device='cpu'|device\(type='cpu'\)")
+"""What a program must not do that is captured."""
+
+TOLERANCE = 1e-4
+"""On what programs compute: rounded otherwise, in float32."""
+
+
+class OnCpu(TorchDispatchMode):
+    """What would be made on the GPU is made on the CPU: constants, of which the compiler wants to know the values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls it elsewhere."""
+        moved = {k: torch.device("cpu") if isinstance(x, torch.device) else x for k, x in (kwargs or {}).items()}
+        return func(*args, **moved)
+
+
+class Between(TorchDispatchMode):
+    """Counts the operators that make something new, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts, and calls."""
+        if not func.is_view and func.namespace != "prim" and "empty" not in func.__name__:
+            self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Lowering(Compiler):
+    """Lowers each function for the GPU when it is called first, and calls it as it is.
+
+    Args:
+      population: as of `Compiler`.
+      machine_code: make it, of every kernel.
+      check: compare what the programs compute.
+
+    Attributes:
+      calls: of each function for each input signature.
+      largest: difference between what a program and its function gave, relative to the largest number of a tensor.
+    """
+
+    def __init__(self, population: int = 1, *, machine_code: bool = False, check: bool = False) -> None:
+        super().__init__(False, population)
+        self._machine_code, self._check, self._between, self.largest = machine_code, check, Between(), 0.0
+        if check:
+            interpreted.prepare()
+        self.programs: dict[Any, Lowered] = {}
+        self.calls: collections.Counter[Any] = collections.Counter()
+        self.kernels: dict[str, str] = {}
+        """Name -> Triton source."""
+        pretend(self.kernels, run=check)
+
+    def __call__(
+        self, fn: Callable[..., Any], *, compilations: int | None = None, fall_back: bool = False
+    ) -> Callable[..., Any]:
+        """See the class."""
+        as_it_is = super().__call__(fn)
+        mapped = fn if self.population == 1 else torch.vmap(fn)
+
+        def called(*args: Any) -> Any:
+            leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+            key = fn.__qualname__, *((x.shape, x.stride(), x.dtype) for x in leaves)
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                self.calls[key] += 1
+                if key not in self.programs:
+                    program = self.programs[key] = self._lowered(mapped, inductor.unalias(args))
+                    if self._check:
+                        self._compare(fn.__qualname__, program, args, mapped(*args))
+                return as_it_is(*args)
+
+        return called
+
+    def _lowered(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> "Lowered":
+        before = set(self.kernels)
+        program = lower(fn, args)
+        to_host = next((line.strip() for line in program.code.splitlines() if ON_HOST.search(line)), None)
+        if to_host is not None:
+            raise RuntimeError(f"{fn.__qualname__} returns to the host: {to_host}")
+        if self._machine_code:
+            for name in set(self.kernels) - before:
+                make_machine_code(name, self.kernels[name])
+        return program
+
+    def _compare(self, name: str, program: "Lowered", args: tuple[Any, ...], expected: Any) -> None:
+        tensors = [x.clone() for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        came = program.run([*tensors, *program.constants])
+        for x, y in zip(came, reader(expected)(expected), strict=True):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                raise RuntimeError(f"{name} gives {x.dtype} {list(x.shape)}, and should {y.dtype} {list(y.shape)}.")
+            wrong = (x.double() - y.double()).abs().nan_to_num(math.inf, math.inf, math.inf)
+            wrong = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, wrong)
+            difference = float(wrong.max() / max(1.0, float(y.double().abs().max()))) if y.numel() else 0.0
+            self.largest = max(self.largest, difference)
+            if difference > TOLERANCE:
+                raise RuntimeError(f"{name}, interpreted, differs by {difference:.2g} from what it should give.")
+
+    @contextmanager
+    def counting(self) -> Iterator[collections.Counter[str]]:
+        """In here, operators between the programs."""
+        with self._between:
+            yield self._between.counts
+
+
+class Lowered(NamedTuple):
+    """A program for the GPU."""
+
+    code: str
+    """What it does, as Python."""
+    run: Callable[[list[Tensor]], Any]
+    constants: list[Tensor]
+    """Further arguments."""
+
+    @property
+    def launches(self) -> list[str]:
+        """Names of kernels, and of operators that have some."""
+        return [x.removesuffix(".run") for x in LAUNCH.findall(self.code)]
+
+
+def pretend(kernels: dict[str, str], *, run: bool = False) -> None:
+    """Inductor and Triton believe in a GPU, in this process from now on.
+
+    Args:
+      kernels: where names and sources of kernels are put.
+      run: make them callable, in the interpreter.
+    """
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime.hints import DeviceProperties
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = divmod(CAPABILITY, 10)
+    told = DeviceProperties(type="cuda", index=0, cc=CAPABILITY, major=major, **SIZE)
+    properties = type("Properties", (), {**SIZE, "name": "NVIDIA H100", "gcnArchName": "", "major": major, "minor": minor})
+    target = GPUTarget("cuda", CAPABILITY, SIZE["warp_size"])
+    driver = type("Driver", (), {"get_current_target": lambda _: target, "get_current_device": lambda _: 0})
+    fold = UniformValueConstantFolder.run
+
+    def folded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with OnCpu():
+            return fold(self, *args, **kwargs)
+
+    def put(_: Any, name: str, source: str, device_str: str = "cuda") -> Any:
+        kernels[name] = source
+        return interpreted.Interpreted(name, source) if run else None
+
+    for owner, name, value in (
+        (DeviceProperties, "create", lambda device: told),
+        (CudaInterface, "is_available", lambda: True),
+        (CudaInterface, "get_compute_capability", lambda *_: str(CAPABILITY)),
+        (CudaInterface.Worker, "get_device_properties", lambda *_: properties),
+        (CudaInterface.Worker, "current_device", lambda: 0),
+        (torch.cuda, "get_device_properties", lambda *_: properties),
+        (torch.cuda, "get_device_capability", lambda *_: (major, minor)),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+        (triton_helpers, "set_driver_to_gpu", lambda: None),
+        (UniformValueConstantFolder, "run", folded),
+        (AsyncCompile, "triton", put),
+    ):
+        setattr(owner, name, value if value in (folded, put) else staticmethod(value))
+    triton.runtime.driver.set_active(driver())
+
+
+def lower(fn: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
+    """A function of such arguments, if they were on a GPU."""
+    from torch._inductor.graph import GraphLowering
+
+    graph, fakes, _, mode = inductor.trace(fn, args, device="cuda")
+    with OnCpu():
+        inductor.simplify(graph)
+    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    last, values = [node for node in graph.graph.nodes if node.op == "placeholder"][-1], []
+    for node in constants:  # there is no GPU to put them on, so they are arguments
+        value = getattr(graph, str(node.target))
+        values.append(value)
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"constant_{node.name}")
+        with mode:
+            last.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        fakes.append(last.meta["val"])
+        node.replace_all_uses_with(last)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    codes: list[str] = []
+    GraphLowering.save_output_code = codes.append  # pyright: ignore[reportAttributeAccessIssue]
+    with inductor_config.patch(force_disable_caches=True, compile_threads=1):
+        compiled = inductor.lowered(graph, fakes, mode)
+    code = "\n".join(code.partition("def call(")[2].partition("\nrunner = ")[0] for code in codes)
+    return Lowered(code, compiled.current_callable, values)
+
+
+def make_machine_code(name: str, source: str) -> None:
+    """Of a Triton kernel.
+
+    Raises:
+      RuntimeError: if there are several, of which the quickest would be chosen on the GPU.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    kernel = getattr(PyCodeCache.load(source), name)
+    if len(kernel.configs) > 1:
+        raise RuntimeError(f"{name} would be chosen by timing from {len(kernel.configs)} configurations.")
+    kernel.precompile(warm_cache_only=True)
+
+
+def iteration(
+    env: str, num_envs: int, *, population: int = 1, machine_code: bool = False, check: bool = False
+) -> dict[str, Any]:
+    """Counts what one iteration of one of `anakin_worker.WORK` launches.
+
+    Returns:
+      `launches` in all; of these `programs`, `{name: [calls, kernels in each]}`, and `between`, `{operator: times}`;
+      `operators`, those within programs that are neither Triton's nor cuBLAS's, with their number.
+    """
+    compiler = Lowering(population, machine_code=machine_code, check=check)
+    anakin = anakin_worker.build(env, num_envs, 1000, compiler=compiler, chunk_rows=2**62)
+    replay = Replay(anakin.iterate, anakin.init(0), capture=False)
+    with compiler.counting() as between:
+        replay()
+    programs: collections.Counter[str] = collections.Counter()
+    sizes: dict[str, int] = {}
+    operators: collections.Counter[str] = collections.Counter()
+    for key, calls in compiler.calls.items():
+        name, launches = key[0], compiler.programs[key].launches
+        programs[name] += calls
+        sizes[name] = len(launches)
+        operators.update({x: calls for x in launches if x.startswith(("torch.ops", "aten."))})
+    in_programs = sum(calls * len(compiler.programs[key].launches) for key, calls in compiler.calls.items())
+    return {
+        "launches": in_programs + sum(between.values()),
+        "programs": {name: [calls, sizes[name]] for name, calls in programs.items()},
+        "between": dict(between),
+        "operators": dict(operators),
+        "kernels": len(compiler.kernels),
+        "largest_difference": compiler.largest,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--env", choices=[*anakin_worker.WORK], default="cartpole")
+    parser.add_argument("--num-envs", type=int, default=1024)
+    parser.add_argument("--population", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="make machine code of every kernel")
+    parser.add_argument("--check", action="store_true", help="run the programs, with TRITON_INTERPRET=1")
+    args = parser.parse_args()
+    options = {"population": args.population, "machine_code": args.compile, "check": args.check}
+    print(json.dumps(iteration(args.env, args.num_envs, **options)))
+
+
+if __name__ == "__main__":
+    main()
