@@ -11,12 +11,13 @@ if __name__ == "bench":
 SUITES = {
     name: name
     for name in (
-        *("anakin", "brax", "envs", "gpu", "losses", "multiagent", "population", "replay", "reuse", "scaling"),
+        *("anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "population", "replay", "reuse"),
+        "scaling",
         "sebulba",
     )
 }
 
-HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses", "multiagent", "replay")
+HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "replay")
 """Suites that know `--only`."""
 
 

@@ -7,7 +7,6 @@ line that it reads; at the end it prints `Details` (served.py).
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -38,7 +37,7 @@ from torchpod.envs.minatar.breakout import Breakout
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 from torchpod.specs import Box, Discrete
-from torchpod.types import FIRST, LAST, Tree
+from torchpod.types import FIRST, LAST, Carry, Tree
 
 MODES = ("env_only", "policy", "update")
 UNROLL_LENGTH = 128
@@ -84,7 +83,18 @@ Program = Callable[[RunState], tuple[RunState, Tensor]]
 """(state) -> (state, `[4]` sums over the iteration's episodes: their number, returns, lengths; and transitions)."""
 
 
-class Details(TypedDict):
+class Sizes(TypedDict):
+    """What a floor follows from (floor.py)."""
+
+    layers: list[tuple[int, int]]
+    """Inputs and outputs of each linear layer."""
+    observation_size: int
+    """Numbers in an observation."""
+    state_bytes: float
+    """What one environment carries from step to step."""
+
+
+class Details(Sizes):
     """What is found out about one iteration when all measurements are over."""
 
     capture_s: float
@@ -95,12 +105,6 @@ class Details(TypedDict):
     """Median over the timed calls."""
     env_s: float
     """T steps of the environments alone, with random actions, observations made; captured on a GPU."""
-    layers: list[tuple[int, int]]
-    """Inputs and outputs of each linear layer."""
-    observation_size: int
-    """Numbers in an observation."""
-    state_bytes: float
-    """What one environment carries from step to step."""
 
 
 class Prepared:
@@ -202,16 +206,12 @@ class Prepared:
             began = time.perf_counter()
             self._env_replay().tolist()
             env_s.append(time.perf_counter() - began)
-        linear = [module for module in self._anakin.agent.modules() if isinstance(module, nn.Linear)]
-        num_envs, carry = self._anakin.num_envs, self._state.carry
         return {
             "capture_s": self._replay.capture_s,
             "kernels": len(kernels(profiled(self._replay))),
             "iteration_s": statistics.median(self._wall_s) / self._iterations,
             "env_s": statistics.median(env_s),
-            "layers": [(module.in_features, module.out_features) for module in linear],
-            "observation_size": sum(x.numel() for x in pytree.tree_leaves(carry.timestep.observation)) // num_envs,
-            "state_bytes": sum(x.nbytes for x in pytree.tree_leaves(carry.env_state)) / num_envs,
+            **sizes(self._anakin, self._state.carry),
         }
 
     def _captured(self, program: Program, state: RunState) -> Replay:
@@ -223,15 +223,17 @@ class Prepared:
         return torch.stack(sums).reshape(-1, 4).sum(0).tolist()
 
 
-def build(
-    env: str,
-    num_envs: int,
-    num_iterations: int,
-    *,
-    compiler: Compiler,
-    device: str = "cpu",
-    chunk_rows: int | None = None,
-) -> Anakin:
+def sizes(anakin: Anakin, carry: Carry) -> Sizes:
+    """Of a program, with its environments somewhere."""
+    linear = [module for module in anakin.agent.modules() if isinstance(module, nn.Linear)]
+    return {
+        "layers": [(module.in_features, module.out_features) for module in linear],
+        "observation_size": sum(x.numel() for x in pytree.tree_leaves(carry.timestep.observation)) // anakin.num_envs,
+        "state_bytes": sum(x.nbytes for x in pytree.tree_leaves(carry.env_state)) / anakin.num_envs,
+    }
+
+
+def build(env: str, num_envs: int, num_iterations: int, *, compiler: Compiler, device: str = "cpu") -> Anakin:
     """The program for one of `WORK`."""
     work = WORK[env]()
     return Anakin(
@@ -239,7 +241,7 @@ def build(
         work.env,
         num_envs=num_envs,
         unroll_length=work.unroll_length,
-        learner=dataclasses.replace(work.learner, chunk_rows=chunk_rows),
+        learner=work.learner,
         num_iterations=num_iterations,
         compiler=compiler,
         device=device,

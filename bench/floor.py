@@ -29,8 +29,12 @@ class Gpu(NamedTuple):
     float32_flops_per_s: float
 
 
-GPUS = {"H200": Gpu(4.8e12, 494.5e12, 67e12)}
-"""By a part of the device's name."""
+GPUS = {
+    "H200": Gpu(4.8e12, 494.5e12, 67e12),
+    "H100 PCIe": Gpu(2.0e12, 378e12, 51e12),
+    "H100": Gpu(3.35e12, 494.5e12, 67e12),  # SXM, "NVIDIA H100 80GB HBM3"
+}
+"""By a part of the device's name; the first that fits."""
 
 
 class Floor(NamedTuple):

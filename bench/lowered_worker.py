@@ -1,6 +1,4 @@
-"""What the programs of an iteration become on an NVIDIA H100, found out where there is none. One case, one JSON line.
-
-    python -m torchpod.bench.lowered --env cartpole --num-envs 1024     (lowered.py starts this file)
+"""What the programs of an iteration become on an NVIDIA H100, found out where there is none: see lowered.py.
 
 Every compiled function of one iteration is traced as if its arguments were on a GPU, and lowered by inductor to Triton
 and cuBLAS with the very settings of a run there; what the iteration does is then computed on the CPU, uncompiled, so
@@ -14,9 +12,10 @@ import collections
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,9 +24,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpod import inductor
+from torchpod.anakin import Anakin
 from torchpod.bench import anakin_worker, interpreted
 from torchpod.compile import Compiler
+from torchpod.config import load
 from torchpod.graph import Replay
+from torchpod.makers import make_agent, make_env
 from torchpod.trees import reader
 
 CAPABILITY = 90
@@ -251,50 +253,83 @@ def make_machine_code(name: str, source: str) -> None:
     kernel.precompile(warm_cache_only=True)
 
 
-def iteration(
-    env: str, num_envs: int, *, population: int = 1, machine_code: bool = False, check: bool = False
-) -> dict[str, Any]:
-    """Counts what one iteration of one of `anakin_worker.WORK` launches.
+class Found(TypedDict):
+    """What an iteration is on a GPU."""
 
-    Returns:
-      `launches` in all; of these `programs`, `{name: [calls, kernels in each]}`, and `between`, `{operator: times}`;
-      `operators`, those within programs that are neither Triton's nor cuBLAS's, with their number.
-    """
-    compiler = Lowering(population, machine_code=machine_code, check=check)
-    anakin = anakin_worker.build(env, num_envs, 1000, compiler=compiler, chunk_rows=2**62)
-    replay = Replay(anakin.iterate, anakin.init(0), capture=False)
+    launches: int
+    """Kernels and operators, each as often as it is called."""
+    programs: dict[str, list[int]]
+    """Function -> calls, and launches in each."""
+    between: dict[str, int]
+    """Operators outside of programs."""
+    operators: dict[str, int]
+    """Those in programs that are neither Triton's nor cuBLAS's."""
+    kernels: int
+    """Of Triton, different ones."""
+    largest_difference: float
+    """See `Lowering.largest`."""
+    rows: int
+    """Environment steps."""
+    epochs: int
+    layers: list[tuple[int, int]]
+    observation_size: int
+    state_bytes: float
+    """As in anakin_worker.Details."""
+
+
+def iteration(overrides: Sequence[str], *, machine_code: bool = False, check: bool = False) -> Found:
+    """Looks at one iteration of a run of Anakin; of one that learns from replay the first that learns."""
+    config = load(overrides)
+    env = make_env(config.env)
+    compiler = Lowering(config.population, machine_code=machine_code, check=check)
+    anakin = Anakin(
+        make_agent(config.algo, env.spec),
+        env,
+        num_envs=config.num_envs,
+        unroll_length=config.algo.unroll_length,
+        learner=replace(config.algo.learner, chunk_rows=2**62),  # a GPU takes a minibatch whole
+        num_iterations=config.num_iterations,
+        compiler=compiler,
+        replay=config.algo.replay,
+    )
+    state = anakin.init(config.seed)
+    for _ in range(anakin.replay.buffer.fill_iterations if anakin.replay else 0):
+        state, _ = anakin.fill(state)
+    compiler.calls.clear()
+    replay = Replay(anakin.iterate, state, capture=False)
     with compiler.counting() as between:
         replay()
-    programs: collections.Counter[str] = collections.Counter()
-    sizes: dict[str, int] = {}
+    programs: dict[str, list[int]] = {}
     operators: collections.Counter[str] = collections.Counter()
     for key, calls in compiler.calls.items():
-        name, launches = key[0], compiler.programs[key].launches
-        programs[name] += calls
-        sizes[name] = len(launches)
-        operators.update({x: calls for x in launches if x.startswith(("torch.ops", "aten."))})
+        launches = compiler.programs[key].launches
+        before, _ = programs.get(key[0], (0, 0))
+        programs[key[0]] = [before + calls, len(launches)]
+        for name in launches:
+            if name.startswith(("torch.ops", "aten.")):
+                operators[name] += calls
     in_programs = sum(calls * len(compiler.programs[key].launches) for key, calls in compiler.calls.items())
     return {
         "launches": in_programs + sum(between.values()),
-        "programs": {name: [calls, sizes[name]] for name, calls in programs.items()},
+        "programs": programs,
         "between": dict(between),
         "operators": dict(operators),
         "kernels": len(compiler.kernels),
         "largest_difference": compiler.largest,
+        "rows": config.num_envs * config.algo.unroll_length,
+        "epochs": config.algo.learner.num_epochs,
+        **anakin_worker.sizes(anakin, state.carry),
     }
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--env", choices=[*anakin_worker.WORK], default="cartpole")
-    parser.add_argument("--num-envs", type=int, default=1024)
-    parser.add_argument("--population", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", help="as of torchpod train")
     parser.add_argument("--compile", action="store_true", help="make machine code of every kernel")
     parser.add_argument("--check", action="store_true", help="run the programs, with TRITON_INTERPRET=1")
     args = parser.parse_args()
-    options = {"population": args.population, "machine_code": args.compile, "check": args.check}
-    print(json.dumps(iteration(args.env, args.num_envs, **options)))
+    print(json.dumps(iteration(args.overrides, machine_code=args.compile, check=args.check)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""Suite `lowered`: what iterations become on an NVIDIA H100, found out on a machine without one.
+
+    torchpod bench lowered [--json FILE] [--quick] [--only NAME]
+    python -m torchpod.bench.lowered experiment=cartpole [any override] [--compile] [--check]
+
+For each case: how many kernels, copies and fills an iteration launches, with the physical floor (floor.py) beside it;
+whether machine code can be made of every kernel, and none would be chosen by timing; whether no program returns to the
+host; and, with few environments, whether the programs compute what the functions do, their kernels run in Triton's
+interpreter. The second form looks at any run of Anakin. How fast all that is only a GPU can tell (gpu.py). Needs
+Triton, which `make bench` puts beside the other packages, and g++.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchpod import gxx
+from torchpod.bench import floor, harness
+from torchpod.bench.harness import Row, RowMaker
+
+START = (
+    "import ctypes, runpy, sys\n"
+    "sys.path.append(sys.argv.pop(1))\n"
+    "ctypes.CDLL(sys.argv.pop(1))\n"  # before torch asks whether there is a GPU
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)\n"
+)
+GPU = floor.GPUS["H100"]
+TIMEOUT_S = 900.0
+
+
+class Case(NamedTuple):
+    """A run."""
+
+    name: str
+    """Of its row, without the number of environments."""
+    overrides: tuple[str, ...]
+    num_envs: int
+    few: int
+    """Environments, where kernels are interpreted."""
+
+
+PPO = ("algo=ppo", "algo.unroll_length=128")
+REPLAY = ("algo.replay.capacity=4096", "algo.replay.learning_starts=256")
+CASES = (
+    Case("ppo_cartpole", (*PPO, "env=cartpole"), 1024, 32),
+    Case("ppo_pendulum", (*PPO, "env=pendulum"), 1024, 32),
+    Case("ppo_minatar_breakout", ("experiment=ppo_minatar_breakout",), 1024, 32),
+    Case("a2c_grid_world", ("algo=a2c", "env=grid_world", "algo.unroll_length=32"), 4096, 32),
+)
+
+
+def main(
+    json_path: str | None = None, *, quick: bool = False, only: str | None = None, cases: Sequence[Case] = CASES
+) -> int:
+    """Looks, writes the result file, prints the rows.
+
+    Args:
+      json_path: where the rows go; None for bench/results/.
+      quick: the first case, with few environments.
+      only: the rows whose names begin with this.
+      cases: what to look at.
+
+    Returns:
+      0, or 1 if something is wrong.
+    """
+    load_average, make, rows, failures = os.getloadavg(), RowMaker(), [], []
+    if quick:
+        cases = [cases[0]._replace(num_envs=cases[0].few)]
+    for case in harness.chosen(cases, only, "lowered"):
+        try:
+            found = look((*case.overrides, f"num_envs={case.num_envs}"), "--compile")
+            checked = look((*case.overrides, f"num_envs={case.few}"), "--check")
+        except RuntimeError as error:
+            failures.append(f"{case.name}: {error}")
+            continue
+        of_case = case_rows(make, case, found, checked)
+        rows += of_case
+        print(f"{of_case[0].name}: {of_case[0].value:,.0f} launches; {of_case[0].note}", flush=True)
+    return harness.finish(
+        "lowered",
+        rows,
+        failures=failures,
+        load_average=load_average,
+        json_path=json_path,
+        extra={"quick": quick, "only": only, "device": "NVIDIA H100, not there"},
+    )
+
+
+def case_rows(make: RowMaker, case: Case, found: dict[str, Any], checked: dict[str, Any]) -> list[Row]:
+    """Launches, with their floor beside them; kernels; what differs."""
+    rows, epochs, size = found["rows"], found["epochs"], found["observation_size"]
+    num_bytes = floor.moved_bytes(rows, epochs, size, found["state_bytes"])
+    num_flops = floor.flops(rows, epochs, found["layers"], size)
+    least = floor.floor(found["launches"], num_bytes, num_flops, gpu=GPU, tf32=True)
+    launches, moving, computing = (f"{1e3 * seconds:.2f}" for seconds in least)
+    calls = ", ".join(f"{name.rpartition('.')[2]} {n} x {k}" for name, (n, k) in found["programs"].items())
+    note = f"floor in ms: launches {launches}, bytes {moving}, flops {computing}; {calls}"
+    name = f"{case.name}/{case.num_envs}"
+    return [
+        dataclasses.replace(make.alone(f"launches_{name}", found["launches"], "per iteration"), note=note),
+        make.alone(f"kernels_{name}", found["kernels"], "of Triton"),
+        make.alone(f"interpreted_{case.name}/{case.few}", checked["largest_difference"], "largest difference"),
+    ]
+
+
+def look(overrides: Sequence[str], *options: str) -> dict[str, Any]:
+    """What lowered_worker.py finds.
+
+    Raises:
+      RuntimeError: with its last line if it fails.
+    """
+    ended = run("torchpod.bench.lowered_worker", *overrides, *options)
+    lines = ended.stdout.splitlines()
+    if ended.returncode or not lines:
+        raise RuntimeError(next(iter(ended.stderr.strip().splitlines()[::-1]), "the worker said nothing"))
+    return json.loads(lines[-1])
+
+
+def run(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A module as `python -m` would, in a process in which torch can trace for CUDA."""
+    apart = Path(sys.prefix) / "triton"
+    if importlib.util.find_spec("triton") is None and not apart.exists():
+        raise RuntimeError(f"there is no Triton; pip install --no-deps --target {apart} triton")
+    libraries = Path(torch.__file__).parent / "lib"
+    stub = gxx.built("bench/no_gpu.cpp", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}")
+    interpret = {"TRITON_INTERPRET": "1"} if "--check" in arguments else {}
+    return subprocess.run(
+        [sys.executable, "-c", START, str(apart), str(stub), module, *arguments],
+        env={**os.environ, **harness.ONE_THREAD, **interpret},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    print(json.dumps(look([w for w in words if w[:2] != "--"], *(w for w in words if w[:2] == "--")), indent=1))
