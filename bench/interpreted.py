@@ -21,6 +21,20 @@ FUNCTIONS = {
 """Of CUDA's libdevice, where NumPy has them under other names."""
 
 
+def load(name: str, source: str) -> Any:
+    """Inductor's handle of a kernel.
+
+    Raises:
+      RuntimeError: if it could be one of several.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    kernel = getattr(PyCodeCache.load(source), name)
+    if len(kernel.configs) != 1:
+        raise RuntimeError(f"on a GPU {name} would be the quickest of {len(kernel.configs)} kernels, by a timing there.")
+    return kernel
+
+
 class Interpreted:
     """A kernel, called as inductor's programs call it.
 
@@ -30,9 +44,7 @@ class Interpreted:
     """
 
     def __init__(self, name: str, source: str) -> None:
-        from torch._inductor.codecache import PyCodeCache
-
-        self._kernel = getattr(PyCodeCache.load(source), name)
+        self._kernel = load(name, source)
 
     def run(self, *args: Any, stream: Any = None) -> None:
         """All blocks."""

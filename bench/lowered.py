@@ -120,7 +120,8 @@ def look(overrides: Sequence[str], *options: str) -> dict[str, Any]:
     ended = run("torchpod.bench.lowered_worker", *overrides, *options)
     lines = ended.stdout.splitlines()
     if ended.returncode or not lines:
-        raise RuntimeError(next(iter(ended.stderr.strip().splitlines()[::-1]), "the worker said nothing"))
+        told = next(iter(ended.stderr.strip().splitlines()[::-1]), "nothing")
+        raise RuntimeError(f"the worker ended with status {ended.returncode} and said: {told}")
     return json.loads(lines[-1])
 
 

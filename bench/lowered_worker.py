@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,8 +57,11 @@ class OnCpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls it elsewhere."""
-        moved = {k: torch.device("cpu") if isinstance(x, torch.device) else x for k, x in (kwargs or {}).items()}
-        return func(*args, **moved)
+
+        def moved(x: Any) -> Any:
+            return torch.device("cpu") if isinstance(x, torch.device) and x.type == "cuda" else x
+
+        return func(*map(moved, args), **{name: moved(x) for name, x in (kwargs or {}).items()})
 
 
 class Between(TorchDispatchMode):
@@ -112,7 +117,7 @@ class Lowering(Compiler):
                 if key not in self.programs:
                     program = self.programs[key] = self._lowered(mapped, inductor.unalias(args))
                     if self._check:
-                        self._compare(fn.__qualname__, program, args, mapped(*args))
+                        self._compare(fn.__qualname__, program, inductor.unalias(args), mapped(*args))
                 return as_it_is(*args)
 
         return called
@@ -129,7 +134,7 @@ class Lowering(Compiler):
         return program
 
     def _compare(self, name: str, program: "Lowered", args: tuple[Any, ...], expected: Any) -> None:
-        tensors = [x.clone() for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         came = program.run([*tensors, *program.constants])
         for x, y in zip(came, reader(expected)(expected), strict=True):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
@@ -203,11 +208,13 @@ def pretend(kernels: dict[str, str], *, run: bool = False) -> None:
         (torch.cuda, "get_device_capability", lambda *_: (major, minor)),
         (torch.cuda, "current_device", lambda: 0),
         (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+        (fake_tensor, "CONSTANT_NUMEL_LIMIT", 0),  # no constants, which would be on the GPU
+        (proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0),
         (triton_helpers, "set_driver_to_gpu", lambda: None),
         (UniformValueConstantFolder, "run", folded),
         (AsyncCompile, "triton", put),
     ):
-        setattr(owner, name, value if value in (folded, put) else staticmethod(value))
+        setattr(owner, name, value if value in (0, folded, put) else staticmethod(value))
     triton.runtime.driver.set_active(driver())
 
 
@@ -240,17 +247,8 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
 
 
 def make_machine_code(name: str, source: str) -> None:
-    """Of a Triton kernel.
-
-    Raises:
-      RuntimeError: if there are several, of which the quickest would be chosen on the GPU.
-    """
-    from torch._inductor.codecache import PyCodeCache
-
-    kernel = getattr(PyCodeCache.load(source), name)
-    if len(kernel.configs) > 1:
-        raise RuntimeError(f"{name} would be chosen by timing from {len(kernel.configs)} configurations.")
-    kernel.precompile(warm_cache_only=True)
+    """Of a Triton kernel."""
+    interpreted.load(name, source).precompile(warm_cache_only=True)
 
 
 class Found(TypedDict):

@@ -27,4 +27,6 @@ def test_the_floor_is_the_largest_of_launches_bytes_and_flops():
 
 def test_peaks_are_found_by_the_name_of_the_device():
     assert floor.find("NVIDIA H200") is floor.GPUS["H200"]
+    assert floor.find("NVIDIA H100 80GB HBM3") is floor.GPUS["H100"]
+    assert floor.find("NVIDIA H100 PCIe") is floor.GPUS["H100 PCIe"]
     assert floor.find("another one") is None and floor.find(None) is None
