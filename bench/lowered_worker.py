@@ -9,6 +9,7 @@ the operators between them, each of which launches at least one. `--compile` als
 
 import argparse
 import collections
+import importlib
 import json
 import math
 import re
@@ -23,7 +24,7 @@ from torch._inductor import config as inductor_config
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchpod import inductor
 from torchpod.anakin import Anakin
@@ -43,7 +44,9 @@ SIZE = {
     "max_threads_per_block": 1024,
     "warp_size": 32,
 }
-LAUNCH = re.compile(r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.\w+)\(", re.MULTILINE)
+LAUNCH = re.compile(
+    r"^\s+(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.\w+)\(", re.MULTILINE
+)
 """A line of inductor's program that launches something."""
 ON_HOST = re.compile(r"empty_strided_cpu|cpp_fused|\.item\(\)|\.tolist\(\)|\.cpu\(\)|device='cpu'|device\(type='cpu'\)")
 """What a program must not do that is captured."""
@@ -112,13 +115,14 @@ class Lowering(Compiler):
         def called(*args: Any) -> Any:
             leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
             key = fn.__qualname__, *((x.shape, x.stride(), x.dtype) for x in leaves)
-            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            with _disable_current_modes(), torch.no_grad():
                 self.calls[key] += 1
+                result = as_it_is(*args)
                 if key not in self.programs:
                     program = self.programs[key] = self._lowered(mapped, inductor.unalias(args))
                     if self._check:
-                        self._compare(fn.__qualname__, program, inductor.unalias(args), mapped(*args))
-                return as_it_is(*args)
+                        self._compare(fn.__qualname__, program, inductor.unalias(args), result)
+                return result
 
         return called
 
@@ -175,46 +179,47 @@ def pretend(kernels: dict[str, str], *, run: bool = False) -> None:
       kernels: where names and sources of kernels are put.
       run: make them callable, in the interpreter.
     """
-    import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.hints import DeviceProperties
-    from triton.backends.compiler import GPUTarget
 
     major, minor = divmod(CAPABILITY, 10)
     told = DeviceProperties(type="cuda", index=0, cc=CAPABILITY, major=major, **SIZE)
-    properties = type("Properties", (), {**SIZE, "name": "NVIDIA H100", "gcnArchName": "", "major": major, "minor": minor})
-    target = GPUTarget("cuda", CAPABILITY, SIZE["warp_size"])
-    driver = type("Driver", (), {"get_current_target": lambda _: target, "get_current_device": lambda _: 0})
+    named = {"name": "NVIDIA H100", "gcnArchName": "", "major": major, "minor": minor}
+    properties = type("Properties", (), {**SIZE, **named})
     fold = UniformValueConstantFolder.run
 
     def folded(self: Any, *args: Any, **kwargs: Any) -> Any:
         with OnCpu():
             return fold(self, *args, **kwargs)
 
-    def put(_: Any, name: str, source: str, device_str: str = "cuda") -> Any:
+    def put(self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
         kernels[name] = source
         return interpreted.Interpreted(name, source) if run else None
 
-    for owner, name, value in (
-        (DeviceProperties, "create", lambda device: told),
-        (CudaInterface, "is_available", lambda: True),
-        (CudaInterface, "get_compute_capability", lambda *_: str(CAPABILITY)),
-        (CudaInterface.Worker, "get_device_properties", lambda *_: properties),
-        (CudaInterface.Worker, "current_device", lambda: 0),
+    settings: list[tuple[Any, str, Any]] = [
+        (DeviceProperties, "create", staticmethod(lambda device: told)),
+        (CudaInterface, "is_available", staticmethod(lambda: True)),
+        (CudaInterface, "get_compute_capability", staticmethod(lambda *_: str(CAPABILITY))),
+        (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: properties)),
+        (CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (major, minor)),
         (torch.cuda, "current_device", lambda: 0),
         (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
-        (fake_tensor, "CONSTANT_NUMEL_LIMIT", 0),  # no constants, which would be on the GPU
-        (proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0),
         (triton_helpers, "set_driver_to_gpu", lambda: None),
+        (fake_tensor, "CONSTANT_NUMEL_LIMIT", 0),  # numbers that are known while it is traced would be on the GPU
+        (proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0),
         (UniformValueConstantFolder, "run", folded),
         (AsyncCompile, "triton", put),
-    ):
-        setattr(owner, name, value if value in (0, folded, put) else staticmethod(value))
+    ]
+    for owner, name, value in settings:
+        setattr(owner, name, value)
+    triton, compiler = (importlib.import_module(f"triton{name}") for name in ("", ".backends.compiler"))
+    target = compiler.GPUTarget("cuda", CAPABILITY, SIZE["warp_size"])
+    driver = type("Driver", (), {"get_current_target": lambda _: target, "get_current_device": lambda _: 0})
     triton.runtime.driver.set_active(driver())
 
 

@@ -268,7 +268,7 @@ def unexpected(name: str, programs: Sequence[Signature], args: tuple[Any, ...]) 
 def trace(
     fn: Callable[..., Any], args: tuple[Any, ...], device: str | None = None
 ) -> tuple[torch.fx.GraphModule, list[Any], Any, Any]:
-    """The graph of a function, fake inputs for it, its fake result, and their mode; as if all were on another device."""
+    """The graph of a function, fake inputs for it (on a device, if it is given), its fake result, and their mode."""
     importlib.import_module("torch._inductor.lowering")  # decompositions ask it whether to decompose
     # Without a ShapeEnv inductor would not use its cache. Tensors that the function closes over are constants.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -345,7 +345,13 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     if cpp_wrapper:
         install()
     else:  # on a GPU no kernel is chosen by timing, for its sums would be rounded otherwise
-        options |= {"deterministic": True, "shape_padding": False, "triton.autotune_pointwise": False, "combo_kernels": True, "combo_kernels_autotune": 0}
+        options |= {
+            "deterministic": True,
+            "shape_padding": False,
+            "triton.autotune_pointwise": False,
+            "combo_kernels": True,
+            "combo_kernels_autotune": 0,
+        }
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 

@@ -44,10 +44,7 @@ def off_by_one(self, *args, **kwargs):
 
 interpreted.Interpreted.run = off_by_one
 found["wrong"] = told(right)
-source = (
-    "from types import SimpleNamespace\n"
-    "kernel = SimpleNamespace(configs=[1, 2])\n"
-)
+source = "from types import SimpleNamespace\nkernel = SimpleNamespace(configs=[1, 2])\n"
 try:
     interpreted.load("kernel", source)
 except RuntimeError as error:
