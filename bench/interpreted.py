@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpod import mlp
+
 FUNCTIONS = {
     "isnan": np.isnan,
     "isinf": np.isinf,
@@ -82,6 +84,7 @@ def prepare() -> None:
         importlib.import_module(f"torch.{x}") for x in ("_inductor.runtime.triton_helpers", "_C._dynamo.guards")
     )
     helpers.__dict__["libdevice"] = Libdevice()
+    mlp.implement_in_triton("cpu")
     setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)  # noqa: B010 (a module of C++ has no type)
     for name in ("set_device", "_exchange_device", "_maybe_exchange_device"):
         setattr(torch.cuda, name, lambda device: 0)

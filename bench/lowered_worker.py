@@ -50,6 +50,8 @@ LAUNCH = re.compile(
 """A line of inductor's program that launches something."""
 ON_HOST = re.compile(r"empty_strided_cpu|cpp_fused|\.item\(\)|\.tolist\(\)|\.cpu\(\)|device='cpu'|device\(type='cpu'\)")
 """What a program must not do that is captured."""
+SEVERAL = re.compile(r"torch\.ops\.torchpod\.mlp\d_backward")
+"""Operators of two kernels."""
 
 TOLERANCE = 1e-4
 """On what programs compute: rounded otherwise, in float32."""
@@ -169,7 +171,8 @@ class Lowered(NamedTuple):
     @property
     def launches(self) -> list[str]:
         """Names of kernels, and of operators that have some."""
-        return [x.removesuffix(".run") for x in LAUNCH.findall(self.code)]
+        found = [x.removesuffix(".run") for x in LAUNCH.findall(self.code)]
+        return found + [x for x in found if SEVERAL.match(x)]
 
 
 def pretend(kernels: dict[str, str], *, run: bool = False) -> None:

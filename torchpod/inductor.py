@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from torchpod import cpu_mlp, cpu_scan
+from torchpod import cpu_scan, mlp
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.quicker import rare_collections
@@ -313,7 +313,7 @@ def simplify(graph: torch.fx.GraphModule) -> None:
     cpu_scan.load_if_called(graph)
     _fold_constants(graph)
     _skip_cats(graph.graph)
-    cpu_mlp.fuse(graph)
+    mlp.fuse(graph)
 
 
 def lower(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Callable[[list[Tensor]], Any]:

@@ -191,7 +191,9 @@ class TagContinuous(TensorEnv):
         reward = (hit * self.edge_hit_penalty + self._by_group(self.step_rewards, chosen)) * s.alive
 
         time, runs = s.time + 1, s.alive[..., n:]
-        distance = _root(_squared(x[..., n:, None] - x[..., None, :n], y[..., n:, None] - y[..., None, :n]))  # [B, M, N]
+        distance = _root(
+            _squared(x[..., n:, None] - x[..., None, :n], y[..., n:, None] - y[..., None, :n])
+        )  # [B, M, N]
         nearest, tagger = distance.min(-1)  # of equal ones the first
         tagged = runs & (nearest < self.reach)
         caught = tagged[..., None] & (tagger[..., None] == torch.arange(n, device=device))

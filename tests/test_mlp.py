@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torchpod import cpu_mlp
+from torchpod import mlp
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
@@ -42,7 +42,7 @@ def gradient_of(net):
 def operators(fn, *args):
     """Names of the operators that `fuse` put into the graph of a function."""
     graph = trace(fn, args)[0]
-    cpu_mlp.fuse(graph)
+    mlp.fuse(graph)
     return sorted(str(node.target).split(".")[1] for node in graph.graph.nodes if "torchpod" in str(node.target))
 
 
@@ -75,7 +75,7 @@ def test_networks_and_gradients_are_those_of_float64(activation, population, gen
 @pytest.mark.parametrize("rows", [1, 5, 48, 50, 97])
 def test_every_size_is_computed(sizes, rows, generator):
     """The operators themselves, without compiling a program for each."""
-    cpu_mlp.load()
+    mlp.load()
     net = network(sizes)
     layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
     x, doutput = torch.randn(rows, sizes[0]), torch.randn(rows, sizes[-1])
@@ -93,7 +93,7 @@ def test_every_size_is_computed(sizes, rows, generator):
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.24, 0.3, 1.0])
 @pytest.mark.parametrize("sizes", [[400, 64, 64, 3], [67, 80, 1], [64, 16, 144, 2]])
 def test_zeros_in_wide_inputs_are_left_out(sizes, density, generator):
-    cpu_mlp.load()
+    mlp.load()
     net = network(sizes, nn.ReLU)
     layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
     rows = int(torch.randint(1, 130, ()))

@@ -1,10 +1,11 @@
-"""Multilayer perceptrons in a CPU program become one operator forward and one backward: see cpu_mlp.cpp.
+"""Multilayer perceptrons in a program become one operator forward and one backward: see cpu_mlp.cpp and gpu_mlp.py.
 
 `fuse` finds them in a traced graph, in whatever module they were written: linear layers with tanh or relu between them
 and, if there is a gradient, all that belongs to it. What it does not recognise stays as it is.
 """
 
 import functools
+import importlib.util
 import itertools
 import operator
 from collections.abc import Iterable, Iterator
@@ -19,11 +20,12 @@ from torchpod.gxx import library
 aten = torch.ops.aten
 
 ACTIVATIONS = {aten.tanh.default: 1, aten.relu.default: 2}
-"""The numbers of `Activation` in cpu_mlp.cpp."""
+"""Their numbers there."""
 NUM_LAYERS = (2, 3, 4)
 """Of networks for which there are operators."""
-WIDEST = 256
-"""Of hidden layers: the weights of a wider one are not in cache, and MKL is faster."""
+WIDEST = {"cpu": 256, "cuda": 64}
+"""Of hidden layers: the weights of a wider one are not in a CPU's cache, and MKL is faster; or not in the shared memory
+of a GPU's multiprocessor, where that holds for the last layer as well."""
 
 CONTIGUOUS = (torch.Tag.needs_contiguous_strides,)
 _LIBRARY = torch.library.Library("torchpod", "DEF")
@@ -64,9 +66,21 @@ for _layers in NUM_LAYERS:
 
 
 @functools.cache
-def load() -> None:
-    """Compiles the operators, once per machine, and loads them."""
-    library("cpu_mlp.cpp", "-fno-math-errno", "-ffp-contract=fast")
+def load(device: str = "cpu") -> None:
+    """Compiles the operators, for a CPU once per machine, and loads them."""
+    if device == "cpu":
+        library("cpu_mlp.cpp", "-fno-math-errno", "-ffp-contract=fast")
+    else:
+        implement_in_triton(device)
+
+
+def implement_in_triton(device: str) -> None:
+    """Makes the operators of such a device those of gpu_mlp.py."""
+    gpu_mlp = importlib.import_module("torchpod.gpu_mlp")
+    for layers in NUM_LAYERS:
+        for name in ("", "_kept", "_backward"):
+            function = gpu_mlp.backward if name == "_backward" else getattr(gpu_mlp, f"forward{name}")
+            _LIBRARY.impl(f"mlp{layers}{name}", function, device.upper())
 
 
 class _Layer(NamedTuple):
@@ -88,7 +102,7 @@ class _Gradient(NamedTuple):
 
 def fuse(module: GraphModule) -> bool:
     """Rewrites the graph, in place; says whether there was something to rewrite."""
-    graph, found = module.graph, False
+    graph, found, device = module.graph, False, "cpu"
     layers = {layer.output: layer for layer in map(_layer, list(graph.nodes)) if layer}
     for layer in list(layers.values()):
         chain = _chain(layer, layers)
@@ -97,18 +111,24 @@ def fuse(module: GraphModule) -> bool:
         gradient = _gradient(chain)
         if gradient is None and any(len(list(_users(layer.x))) > 1 for layer in chain[1:]):
             continue  # somebody needs the hidden layers
-        found = True
+        found, device = True, _value(layer.output).device.type
         hidden = _insert_forward(graph, chain, kept=gradient is not None)
         if gradient:
             _insert_backward(graph, chain, hidden, gradient)
     if found:
-        load()
+        load(device)
         graph.eliminate_dead_code()
         graph.lint()
     return found
 
 
 # --- What is recognised -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _devices() -> tuple[str, ...]:
+    """For which there are operators."""
+    return ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
 
 
 def _value(node: Node) -> Tensor:
@@ -156,7 +176,7 @@ def _layer(node: Node) -> _Layer | None:
     """A linear layer that ends in this node: `addmm(bias, x, weight^T)`, or `bias[:, None] + bmm(x, weight^T)`."""
     if node.op != "call_function" or not isinstance(value := node.meta.get("val"), Tensor):
         return None
-    if value.dtype != torch.float32 or value.device.type != "cpu":
+    if value.dtype != torch.float32 or value.device.type not in _devices():
         return None
     if node.target is aten.addmm.default and not node.kwargs:
         bias, x, weight = cast(Any, node.args)
@@ -191,13 +211,17 @@ def _chain(head: _Layer, layers: dict[Node, _Layer]) -> list[_Layer] | None:
     while chain[0].x.target in ACTIVATIONS:
         y = chain[0].x
         before = layers.get(_seen_through(y.args[0]))
-        if before is None or not 0 < _value(y).shape[-1] <= WIDEST or _value(y).shape[-1] % 16:
+        size, widest = _value(y).shape[-1], WIDEST[_value(y).device.type]
+        if before is None or not 0 < size <= widest or size % 16:
             break
         if len(list(_users(before.output))) > 1 or sum(_layer_input(user, y) for user in _users(y)) > 1:
             break
         kinds.add(y.target)
         chain.insert(0, before)
     ends = any(user.target in ACTIVATIONS for user in _users(head.output))
+    output = _value(head.output)
+    if output.device.type == "cuda" and output.shape[-1] > WIDEST["cuda"]:
+        return None
     return None if ends or len(chain) not in NUM_LAYERS or len(kinds) > 1 else chain
 
 
