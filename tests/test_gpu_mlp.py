@@ -20,7 +20,7 @@ def printed(*arguments):
 
 
 def test_outputs_and_gradients_are_those_of_the_network(seed):
-    """Alone and in a population, with 2 to 4 layers, tanh and relu, sizes that are no powers of two, few and many rows."""
+    """Alone and in a population, 2 to 4 layers, tanh and relu, sizes that are no powers of two, one and 150 rows."""
     found = printed(str(seed), "--check")
     assert len(found) == 24 and all(0 < error < 1e-5 for case in found for error in case)
 

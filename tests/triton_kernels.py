@@ -3,9 +3,11 @@
 With --check they are interpreted and compared with float64, else machine code for an H100 is made of them.
 """
 
+import importlib
 import itertools
 import json
 import sys
+from typing import Any
 
 import torch
 
@@ -63,9 +65,7 @@ def interpreted(seed):
 
 def machine_code():
     """Bytes of shared memory that each kernel takes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+    triton, compiler = (importlib.import_module(f"triton{name}") for name in (".compiler", ".backends.compiler"))
     found, names = {}, [f"{x}{i}" for i in range(4) for x in "WB"]
     for precision, sizes in itertools.product(("high", "highest"), WIDEST):
         torch.set_float32_matmul_precision(precision)
@@ -73,14 +73,15 @@ def machine_code():
         places = {name: 64 * i for i, name in enumerate(names)}
         forward = {**gpu_mlp._common(list(sizes), gpu_mlp.ROWS), **layers, "KEEP": True}
         backward = {**gpu_mlp._common(list(sizes), gpu_mlp.ROWS_BACK), **layers, "TOTAL": 16384, **places}
-        for kernel, constants, warps in (
+        cases: list[tuple[Any, dict[str, Any], int]] = [
             (gpu_mlp._forward, forward, gpu_mlp.WARPS),
             (gpu_mlp._backward, backward, gpu_mlp.WARPS_BACK),
-        ):
+        ]
+        for kernel, constants, warps in cases:
             numbers = ("rows", "num_blocks")
             kinds = {n: "constexpr" if n in constants else "i32" if n in numbers else "*fp32" for n in kernel.arg_names}
-            source = triton.compiler.ASTSource(kernel, kinds, constexprs=constants)
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+            source = triton.ASTSource(kernel, kinds, constexprs=constants)
+            made = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32), options={"num_warps": warps})
             assert len(made.asm["cubin"]) > 1000
             found[f"{kernel.__name__}{sizes}, {precision}"] = made.metadata.shared
     return found

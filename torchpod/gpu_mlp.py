@@ -2,18 +2,22 @@
 
 A block of threads takes some rows through all layers, with the activations in its registers. Backward, each of a fixed
 number of blocks adds up gradients over the rows that it takes in turn, and a second kernel adds up those of the blocks,
-always in the same order. Matrix products are in TF32 if torch's are (`torch.set_float32_matmul_precision`); else each is
-three products in TF32, of the numbers and of what is left of them, which together lose about as much as one in float32.
-(In float32 itself a kernel for 64 x 64 weights spills 20 KB of registers, in TF32 none: ptxas for sm_90.)
+always in the same order. Matrix products are in TF32 if torch's are (`torch.set_float32_matmul_precision`); else each
+is three products in TF32, of the numbers and of what is left of them, which together lose about as much as one in
+float32. (In float32 itself a kernel for 64 x 64 weights spills 20 KB of registers, in TF32 none: ptxas for sm_90.)
 """
+
+# ruff: noqa: ANN001, ANN202 (what a kernel takes are pointers and numbers of Triton, for which there are no types)
+# Triton comes with torch for CUDA alone, makes kernels of functions, and takes one branch of an `if` of constants:
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 import itertools
 import math
 from typing import Any
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] (comes with torch for CUDA)
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from torchpod.cpu_kernels import TANH_CLAMP, TANH_P, TANH_Q
@@ -69,7 +73,7 @@ def _keep(h, to, at, inside, SIZE: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _forward(  # noqa: PLR0917
+def _forward(
     x, w0, b0, w1, b1, w2, b2, w3, b3, h1, h2, h3, y, rows,
     LAYERS: tl.constexpr, RELU: tl.constexpr, KEEP: tl.constexpr, TF: tl.constexpr, BLOCK: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, N4: tl.constexpr,
@@ -140,7 +144,7 @@ def _put(sums, dw, AT: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, P_OUT:
 
 
 @triton.jit
-def _backward(  # noqa: PLR0917
+def _backward(
     dy, x, h1, h2, h3, w1, w2, w3, dz1, sums, rows, num_blocks,
     LAYERS: tl.constexpr, RELU: tl.constexpr, TF: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, N4: tl.constexpr,
@@ -220,7 +224,11 @@ def _run_forward(x: Tensor, rest: tuple[Any, ...], *, keep: bool) -> list[Tensor
 
 
 def backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The operators mlp2_backward, ...: `(dy, x, hidden1, ..., weight1, ..., activation)` -> gradients of weight0, bias0, ..."""
+    """The operators mlp2_backward, ...: `(dy, x, hidden1, ..., weight1, ..., activation)`.
+
+    Returns:
+      Gradients of weight0, bias0, ...
+    """
     *tensors, activation = rest
     layers, (members, rows) = len(tensors) // 2 + 1, _lead(x)
     hidden, weights = tensors[: layers - 1], tensors[layers - 1 :]

@@ -306,15 +306,17 @@ def _smallest(keys: Tensor, num: int) -> Tensor:
 
 
 def _squared(dx: Tensor, dy: Tensor) -> Tensor:
-    """Euclid's distance, squared, float32. The clamp, which changes nothing but infinity, keeps compilers from fusing a
-    square with the sum: agents along a side are often equally far but for the last bit, so every step is rounded alike.
+    """Euclid's distance, squared, float32. Agents along a side are often equally far but for the last bit.
+
+    So every step is rounded alike: the clamp, which changes nothing but infinity, keeps compilers from fusing a square
+    with the sum.
     """
     x, y = ((d * d).clamp(max=LARGEST) for d in (dx, dy))
     return x + y
 
 
 def _root(squared: Tensor) -> Tensor:
-    """Rounded to float32 once: torch's own root of float32 on a CPU is MKL's, one in six of which ends in another bit."""
+    """Rounded once. Torch's own root of float32 on a CPU is MKL's, of which one in six ends in another bit."""
     return squared.double().sqrt().float()
 
 

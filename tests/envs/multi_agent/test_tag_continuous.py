@@ -9,7 +9,7 @@ import torch
 
 from torchpod import random
 from torchpod.envs import TagContinuous
-from torchpod.envs.multi_agent.tag_continuous import nearest
+from torchpod.envs.multi_agent.tag_continuous import _root, nearest
 from torchpod.testing import check_consistency
 from torchpod.types import LAST
 
@@ -142,6 +142,13 @@ def test_the_rules_are_those_written_out(case, compile, seed):
         oracle.tensors(), oracle, num_envs=6, num_steps=125, seed=seed, rtol=1e-7, atol=1e-6, compile=compile
     )
     assert report.num_episodes >= 6
+
+
+def test_roots_are_numpys_to_the_bit(seed):
+    """Torch's own are not: an agent that is as far as another, but for the last bit, changed places with it."""
+    squares = torch.rand(10_000, generator=torch.Generator().manual_seed(seed)) * 800
+    squares[0] = torch.inf
+    assert np.array_equal(_root(squares).numpy(), np.sqrt(squares.numpy()))
 
 
 def test_the_default_game_is_that_written_out(seed):
