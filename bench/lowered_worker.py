@@ -13,6 +13,7 @@ import importlib
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,6 +51,8 @@ LAUNCH = re.compile(
 """A line of inductor's program that launches something."""
 ON_HOST = re.compile(r"empty_strided_cpu|cpp_fused|\.item\(\)|\.tolist\(\)|\.cpu\(\)|device='cpu'|device\(type='cpu'\)")
 """What a program must not do that is captured."""
+PATIENCE_S = 90.0
+"""For the machine code of a kernel; on a busy core the slowest took 15."""
 SEVERAL = re.compile(r"torch\.ops\.torchpod\.mlp\d_backward")
 """Operators of two kernels."""
 
@@ -255,8 +258,16 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
 
 
 def make_machine_code(name: str, source: str) -> None:
-    """Of a Triton kernel."""
+    """Of a Triton kernel.
+
+    Raises:
+      RuntimeError: if nobody would wait for it.
+    """
+    began = time.perf_counter()
     interpreted.load(name, source).precompile(warm_cache_only=True)
+    seconds = time.perf_counter() - began
+    if seconds > PATIENCE_S:
+        raise RuntimeError(f"{name} took {seconds:.0f} s to compile, more than {PATIENCE_S:.0f}: {source}")
 
 
 class Found(TypedDict):

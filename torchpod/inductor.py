@@ -344,13 +344,16 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
     if cpp_wrapper:
         install()
-    else:  # on a GPU no kernel is chosen by timing, for its sums would be rounded otherwise
+    else:
         options |= {
+            # No kernel is chosen by timing, for its sums would be rounded otherwise.
             "deterministic": True,
             "shape_padding": False,
             "triton.autotune_pointwise": False,
+            # Kernels that do not need each other are launched as one; with sums among them ptxas takes minutes.
             "combo_kernels": True,
             "combo_kernels_autotune": 0,
+            "combo_kernels_pointwise_only": True,
         }
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
