@@ -350,11 +350,10 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
             "deterministic": True,
             "shape_padding": False,
             "triton.autotune_pointwise": False,
-            # Kernels that do not need each other are launched as one; with sums among them ptxas takes minutes.
-            "combo_kernels": True,
-            "combo_kernels_autotune": 0,
-            "combo_kernels_pointwise_only": True,
         }
+        if hasattr(inductor_config, "combo_kernels_pointwise_only"):  # not in every release
+            # Kernels that do not need each other are launched as one; with sums among them ptxas takes minutes.
+            options |= {"combo_kernels": True, "combo_kernels_autotune": 0, "combo_kernels_pointwise_only": True}
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 
