@@ -1,12 +1,13 @@
 """Suite `lowered`: what iterations become on an NVIDIA H100, found out on a machine without one.
 
     torchpod bench lowered [--json FILE] [--quick] [--only NAME]
-    python -m torchpod.bench.lowered experiment=cartpole [any override] [--compile] [--check]
+    python -m torchpod.bench.lowered experiment=cartpole [any override] [--compile | --check]
 
 For each case: how many kernels, copies and fills an iteration launches, with the physical floor (floor.py) beside it;
 whether machine code can be made of every kernel, and none would be chosen by timing; whether no program returns to the
 host; and, with few environments, whether the programs compute what the functions do, their kernels run in Triton's
-interpreter. The second form looks at any run of Anakin. How fast all that is only a GPU can tell (gpu.py). Needs
+interpreter. The second form looks at any run of Anakin but those that reuse
+the forward pass. How fast all that is only a GPU can tell (gpu.py). Needs
 Triton, which `make bench` puts beside the other packages, and g++.
 """
 
@@ -48,12 +49,15 @@ class Case(NamedTuple):
 
 
 PPO = ("algo=ppo", "algo.unroll_length=128")
-REPLAY = ("algo.replay.capacity=4096", "algo.replay.learning_starts=256")
 CASES = (
     Case("ppo_cartpole", (*PPO, "env=cartpole"), 1024, 32),
     Case("ppo_pendulum", (*PPO, "env=pendulum"), 1024, 32),
     Case("ppo_minatar_breakout", ("experiment=ppo_minatar_breakout",), 1024, 32),
     Case("a2c_grid_world", ("algo=a2c", "env=grid_world", "algo.unroll_length=32"), 4096, 32),
+    Case("dqn_cartpole", ("experiment=dqn_cartpole", "algo.replay.capacity=8192"), 256, 8),
+    Case("sac_pendulum", ("experiment=sac_pendulum", "algo.replay.capacity=8192"), 64, 8),
+    Case("r2d2_memory_chain", ("experiment=r2d2_memory_chain", "algo.replay.capacity=8192"), 64, 8),
+    Case("impala_catch", ("experiment=impala_catch",), 64, 8),
 )
 
 
@@ -78,7 +82,7 @@ def main(
         try:
             found = look((*case.overrides, f"num_envs={case.num_envs}"), "--compile")
             checked = look((*case.overrides, f"num_envs={case.few}"), "--check")
-        except RuntimeError as error:
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
             failures.append(f"{case.name}: {error}")
             continue
         of_case = case_rows(make, case, found, checked)

@@ -27,7 +27,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchpod import inductor
+from torchpod import inductor, mlp
 from torchpod.anakin import Anakin
 from torchpod.bench import anakin_worker, interpreted
 from torchpod.compile import Compiler
@@ -35,6 +35,7 @@ from torchpod.config import load
 from torchpod.graph import Replay
 from torchpod.makers import make_agent, make_env
 from torchpod.trees import reader
+from torchpod.vjp import Vjp
 
 CAPABILITY = 90
 """Of an H100, and of an H200."""
@@ -53,9 +54,11 @@ ON_HOST = re.compile(r"empty_strided_cpu|cpp_fused|\.item\(\)|\.tolist\(\)|\.cpu
 """What a program must not do that is captured."""
 PATIENCE_S = 90.0
 """For the machine code of a kernel; on a busy core the slowest took 15."""
-SEVERAL = re.compile(r"torch\.ops\.torchpod\.mlp\d_backward")
-"""Operators of two kernels."""
+BACKWARD = re.compile(r"torchpod\.mlp\d_backward")
+"""Operators of more than one kernel."""
 
+SMALLEST = 1e-6
+"""Below this a tensor's largest number is what was left of larger ones."""
 TOLERANCE = 1e-4
 """On what programs compute: rounded otherwise, in float32."""
 
@@ -96,7 +99,8 @@ class Lowering(Compiler):
 
     Attributes:
       calls: of each function for each input signature.
-      largest: difference between what a program and its function gave, relative to the largest number of a tensor.
+      largest: difference between what a program and its function gave, relative to the largest number of a tensor
+        (gradients and metrics are one).
     """
 
     def __init__(self, population: int = 1, *, machine_code: bool = False, check: bool = False) -> None:
@@ -109,6 +113,10 @@ class Lowering(Compiler):
         self.kernels: dict[str, str] = {}
         """Name -> Triton source."""
         pretend(self.kernels, run=check)
+
+    def vjp(self, fn: Callable[..., tuple[Any, Any]]) -> Vjp:
+        """Not looked at."""
+        raise NotImplementedError(f"{fn.__qualname__}: runs with algo.agent.reuse_forward=true cannot be looked at.")
 
     def __call__(
         self, fn: Callable[..., Any], *, compilations: int | None = None, fall_back: bool = False
@@ -148,9 +156,7 @@ class Lowering(Compiler):
         for x, y in zip(came, reader(expected)(expected), strict=True):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 raise RuntimeError(f"{name} gives {x.dtype} {list(x.shape)}, and should {y.dtype} {list(y.shape)}.")
-            wrong = (x.double() - y.double()).abs().nan_to_num(math.inf, math.inf, math.inf)
-            wrong = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, wrong)
-            difference = float(wrong.max() / max(1.0, float(y.double().abs().max()))) if y.numel() else 0.0
+            difference = distance(x, y)
             self.largest = max(self.largest, difference)
             if difference > TOLERANCE:
                 raise RuntimeError(f"{name}, interpreted, differs by {difference:.2g} from what it should give.")
@@ -162,6 +168,17 @@ class Lowering(Compiler):
             yield self._between.counts
 
 
+def distance(x: Tensor, y: Tensor) -> float:
+    """The largest difference, relative to the largest finite number of `y`; infinite where only equals will do."""
+    finite = y.isfinite()
+    if not y.is_floating_point() or not torch.equal(x[~finite].nan_to_num(0.5), y[~finite].nan_to_num(0.5)):
+        return 0.0 if torch.equal(x, y) else math.inf
+    a, b = x[finite].double(), y[finite].double()
+    if b.numel() == 0:
+        return 0.0
+    return float(((a - b).abs().nan_to_num(math.inf) / b.abs().max().clamp(min=SMALLEST)).max())
+
+
 class Lowered(NamedTuple):
     """A program for the GPU."""
 
@@ -170,12 +187,13 @@ class Lowered(NamedTuple):
     run: Callable[[list[Tensor]], Any]
     constants: list[Tensor]
     """Further arguments."""
+    further: list[str]
+    """Operators that launch another kernel than their first, once for each."""
 
     @property
     def launches(self) -> list[str]:
         """Names of kernels, and of operators that have some."""
-        found = [x.removesuffix(".run") for x in LAUNCH.findall(self.code)]
-        return found + [x for x in found if SEVERAL.match(x)]
+        return [*(x.removesuffix(".run") for x in LAUNCH.findall(self.code)), *self.further]
 
 
 def pretend(kernels: dict[str, str], *, run: bool = False) -> None:
@@ -194,7 +212,7 @@ def pretend(kernels: dict[str, str], *, run: bool = False) -> None:
     major, minor = divmod(CAPABILITY, 10)
     told = DeviceProperties(type="cuda", index=0, cc=CAPABILITY, major=major, **SIZE)
     named = {"name": "NVIDIA H100", "gcnArchName": "", "major": major, "minor": minor}
-    properties = type("Properties", (), {**SIZE, **named})
+    properties = type("Properties", (), {**SIZE, **named, "shared_memory_per_block_optin": mlp.SHARED_BYTES})
     fold = UniformValueConstantFolder.run
 
     def folded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,12 +267,14 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
         node.replace_all_uses_with(last)
         graph.graph.erase_node(node)
     graph.recompile()
+    backward = [(f"torch.ops.{n.target}", n.args[1]) for n in graph.graph.nodes if BACKWARD.match(str(n.target))]
+    further = [name for name, x in backward for _ in range(2 if x.meta["val"].shape[-1] > mlp.gpu_mlp().INPUTS else 1)]
     codes: list[str] = []
     GraphLowering.save_output_code = codes.append  # pyright: ignore[reportAttributeAccessIssue]
     with inductor_config.patch(force_disable_caches=True, compile_threads=1):
         compiled = inductor.lowered(graph, fakes, mode)
     code = "\n".join(code.partition("def call(")[2].partition("\nrunner = ")[0] for code in codes)
-    return Lowered(code, compiled.current_callable, values)
+    return Lowered(code, compiled.current_callable, values, further)
 
 
 def make_machine_code(name: str, source: str) -> None:
@@ -343,8 +363,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("overrides", nargs="*", help="as of torchpod train")
-    parser.add_argument("--compile", action="store_true", help="make machine code of every kernel")
-    parser.add_argument("--check", action="store_true", help="run the programs, with TRITON_INTERPRET=1")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--compile", action="store_true", help="make machine code of every kernel")
+    how.add_argument("--check", action="store_true", help="run the programs, with TRITON_INTERPRET=1")
     args = parser.parse_args()
     print(json.dumps(iteration(args.overrides, machine_code=args.compile, check=args.check)))
 

@@ -34,13 +34,15 @@ def test_the_widest_networks_fit_on_an_h100():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-5), ("high", 5e-3)])
 @pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("kind", mlp.ACTIVATIONS.values())
+@pytest.mark.parametrize("rows", [1, 20_011])  # the second: blocks take several times rows
 @pytest.mark.parametrize("sizes", [(4, 64, 64, 2), (400, 64, 64, 3), (70, 32, 48, 16, 5)])
-def test_the_operators_on_a_gpu_are_those_on_a_cpu(sizes, lead, precision, tolerance):
+def test_the_operators_on_a_gpu_are_those_on_a_cpu(sizes, rows, kind, lead, precision, tolerance):
     for device in ("cpu", "cuda"):
         mlp.load(device)
     name = f"mlp{len(sizes) - 1}"
-    forward, backward = (getattr(torch.ops.torchpod, f"{name}_{part}") for part in ("kept", "backward"))
-    x, dy = torch.randn(*lead, 5000, sizes[0]), torch.randn(*lead, 5000, sizes[-1])
+    alone, forward, backward = (getattr(torch.ops.torchpod, f"{name}{part}") for part in ("", "_kept", "_backward"))
+    x, dy = torch.randn(*lead, rows, sizes[0]), torch.randn(*lead, rows, sizes[-1])
     parameters = [
         p for i, o in itertools.pairwise(sizes) for p in (torch.randn(*lead, o, i) / i**0.5, torch.randn(*lead, o))
     ]
@@ -50,9 +52,10 @@ def test_the_operators_on_a_gpu_are_those_on_a_cpu(sizes, lead, precision, toler
         results = []
         for device in ("cpu", "cuda"):
             tensors = [p.to(device) for p in parameters]
-            y, *hidden = forward(x.to(device), *tensors, 1)
-            gradients = backward(dy.to(device), x.to(device), *hidden, *tensors[2::2], 1)
-            again = backward(dy.to(device), x.to(device), *hidden, *tensors[2::2], 1)
+            y, *hidden = forward(x.to(device), *tensors, kind)
+            assert torch.equal(alone(x.to(device), *tensors, kind), y)
+            gradients = backward(dy.to(device), x.to(device), *hidden, *tensors[2::2], kind)
+            again = backward(dy.to(device), x.to(device), *hidden, *tensors[2::2], kind)
             assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
             results.append([t.cpu() for t in (y, *hidden, *gradients)])
     finally:

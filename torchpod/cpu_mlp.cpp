@@ -1,4 +1,4 @@
-// Multilayer perceptrons on a CPU, forward and backward, tile by tile; see cpu_mlp.py for what is replaced by this.
+// Multilayer perceptrons on a CPU, forward and backward, tile by tile; see mlp.py for what is replaced by this.
 //
 // A tile is 48 rows: their activations and the weights of a layer of 64 stay in the first-level cache, where a product
 // of matrices after the other goes through memory. Inputs and outputs are contiguous float32, of one network
@@ -82,7 +82,7 @@ inline Vec sums(Vec* vectors) {
   return vectors[0];
 }
 
-enum Activation { LINEAR, TANH, RELU };  // the numbers are those of cpu_mlp.py
+enum Activation { LINEAR, TANH, RELU };  // the numbers are those of mlp.py
 
 inline Vec activate(Activation kind, Vec x) {
   if (kind == TANH) return tanh(x);
@@ -616,7 +616,7 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
 
 }  // namespace
 
-// The schemas, one per number of layers, are defined in cpu_mlp.py.
+// The schemas, one per number of layers, are defined in mlp.py.
 STABLE_TORCH_LIBRARY_IMPL(torchpod, CPU, m) {
   for (const char* name : {"mlp2", "mlp3", "mlp4"}) m.impl(name, &forward);
   for (const char* name : {"mlp2_kept", "mlp3_kept", "mlp4_kept"}) m.impl(name, &forward);

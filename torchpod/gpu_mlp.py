@@ -4,7 +4,7 @@ A block of threads takes some rows through all layers, with the activations in i
 number of blocks adds up gradients over the rows that it takes in turn, and a second kernel adds up those of the blocks,
 always in the same order. Matrix products are in TF32 if torch's are (`torch.set_float32_matmul_precision`); else each
 is three products in TF32, of the numbers and of what is left of them, which together lose about as much as one in
-float32. (In float32 itself a kernel for 64 x 64 weights spills 20 KB of registers, in TF32 none: ptxas for sm_90.)
+float32. (In float32 itself a kernel for 64 x 64 weights spills 20 KB of registers, says `ptxas -v` for sm_90.)
 """
 
 # ruff: noqa: ANN001, ANN202 (what a kernel takes are pointers and numbers of Triton, for which there are no types)
@@ -23,13 +23,13 @@ from torch import Tensor
 from torchpod.cpu_kernels import TANH_CLAMP, TANH_P, TANH_Q
 
 ROWS, WARPS = 64, 4
-"""Of a block, forward; fewer rows where there are few. So many warps spill nothing (ptxas for sm_90)."""
+"""Of a block, forward; fewer rows where there are few. So many warps spill nothing, says `ptxas -v` for sm_90."""
 ROWS_BACK, WARPS_BACK = 32, 8
 """Of a block, backward."""
 INPUTS = 64
 """That are looked at together; with more, the gradient of the first weights is a product of cuBLAS."""
 BLOCKS = 264
-"""Two for each multiprocessor of an H100: blocks that add up gradients."""
+"""Two for each multiprocessor of an H100: blocks that add up gradients, of all members."""
 ALIGNED = 64
 """Where the gradient of a weight may begin, in numbers: inductor's kernels read 16 bytes at a time."""
 
@@ -241,7 +241,7 @@ def backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
             places.append(total)
             shapes.append((*lead, *shape))
             total += -(-math.prod(shape) // ALIGNED) * ALIGNED
-    programs = min(num_blocks, BLOCKS)
+    programs = min(num_blocks, max(1, BLOCKS // members))
     sums = x.new_empty(programs, members * total)
     dz1 = torch.empty_like(hidden[0]) if wide else x
     names = ("W0", "B0", "W1", "B1", "W2", "B2", "W3", "B3")

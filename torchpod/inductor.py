@@ -104,7 +104,8 @@ class Compiled:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             from torch._inductor.compile_fx import compile_fx
 
-            with inductor_config.patch(post_grad_custom_post_pass=CpuKernels()):
+            options = {"post_grad_custom_post_pass": CpuKernels(), **_gpu_options(inputs)}
+            with inductor_config.patch(options):
                 return cast(Callable[..., Any], compile_fx(graph, inputs))
 
         def traced(*args: Any) -> Any:
@@ -344,18 +345,21 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
     if cpp_wrapper:
         install()
-    else:
-        options |= {
-            # No kernel is chosen by timing, for its sums would be rounded otherwise.
-            "deterministic": True,
-            "shape_padding": False,
-            "triton.autotune_pointwise": False,
-        }
-        if hasattr(inductor_config, "combo_kernels_pointwise_only"):  # not in every release
-            # Kernels that do not need each other are launched as one; with sums among them ptxas takes minutes.
-            options |= {"combo_kernels": True, "combo_kernels_autotune": 0, "combo_kernels_pointwise_only": True}
+    options |= _gpu_options(fakes)
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
+
+
+def _gpu_options(inputs: Sequence[Any]) -> dict[str, Any]:
+    """Inductor's, if there is a tensor on a GPU."""
+    if not any(isinstance(x, Tensor) and x.device.type == "cuda" for x in inputs):
+        return {}
+    # No kernel is chosen by timing, for its sums would be rounded otherwise.
+    options = {"deterministic": True, "shape_padding": False, "triton.autotune_pointwise": False}
+    if hasattr(inductor_config, "combo_kernels_pointwise_only"):  # not in every release
+        # Kernels that do not need each other are launched as one; with sums among them ptxas takes minutes.
+        options |= {"combo_kernels": True, "combo_kernels_autotune": 0, "combo_kernels_pointwise_only": True}
+    return options
 
 
 def _fold_constants(graph: torch.fx.GraphModule) -> None:

@@ -26,6 +26,8 @@ NUM_LAYERS = (2, 3, 4)
 WIDEST = {"cpu": 256, "cuda": 64}
 """Of hidden layers: the weights of a wider one are not in a CPU's cache, and MKL is faster; or not in the shared memory
 of a GPU's multiprocessor, where that holds for the last layer as well."""
+SHARED_BYTES = 227 * 1024
+"""Of a block of threads, that a GPU must have: those from the H100 on do."""
 
 CONTIGUOUS = (torch.Tag.needs_contiguous_strides,)
 _LIBRARY = torch.library.Library("torchpod", "DEF")
@@ -74,12 +76,17 @@ def load(device: str = "cpu") -> None:
         implement_in_triton(device)
 
 
+def gpu_mlp() -> Any:
+    """The module, which needs Triton."""
+    return importlib.import_module("torchpod.gpu_mlp")
+
+
 def implement_in_triton(device: str) -> None:
     """Makes the operators of such a device those of gpu_mlp.py."""
-    gpu_mlp = importlib.import_module("torchpod.gpu_mlp")
+    made = gpu_mlp()
     for layers in NUM_LAYERS:
         for name in ("", "_kept", "_backward"):
-            function = gpu_mlp.backward if name == "_backward" else getattr(gpu_mlp, f"forward{name}")
+            function = made.backward if name == "_backward" else getattr(made, f"forward{name}")
             _LIBRARY.impl(f"mlp{layers}{name}", function, device.upper())
 
 
@@ -102,7 +109,7 @@ class _Gradient(NamedTuple):
 
 def fuse(module: GraphModule) -> bool:
     """Rewrites the graph, in place; says whether there was something to rewrite."""
-    graph, found, device = module.graph, False, "cpu"
+    graph, found = module.graph, False
     layers = {layer.output: layer for layer in map(_layer, list(graph.nodes)) if layer}
     for layer in list(layers.values()):
         chain = _chain(layer, layers)
@@ -111,12 +118,12 @@ def fuse(module: GraphModule) -> bool:
         gradient = _gradient(chain)
         if gradient is None and any(len(list(_users(layer.x))) > 1 for layer in chain[1:]):
             continue  # somebody needs the hidden layers
-        found, device = True, _value(layer.output).device.type
+        found = True
+        load(_value(layer.output).device.type)
         hidden = _insert_forward(graph, chain, kept=gradient is not None)
         if gradient:
             _insert_backward(graph, chain, hidden, gradient)
     if found:
-        load(device)
         graph.eliminate_dead_code()
         graph.lint()
     return found
@@ -126,9 +133,12 @@ def fuse(module: GraphModule) -> bool:
 
 
 @functools.cache
-def _devices() -> tuple[str, ...]:
-    """For which there are operators."""
-    return ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
+def _has_operators(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return device.type == "cpu"
+    if torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return False
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= SHARED_BYTES
 
 
 def _value(node: Node) -> Tensor:
@@ -176,7 +186,7 @@ def _layer(node: Node) -> _Layer | None:
     """A linear layer that ends in this node: `addmm(bias, x, weight^T)`, or `bias[:, None] + bmm(x, weight^T)`."""
     if node.op != "call_function" or not isinstance(value := node.meta.get("val"), Tensor):
         return None
-    if value.dtype != torch.float32 or value.device.type not in _devices():
+    if value.dtype != torch.float32 or not _has_operators(value.device):
         return None
     if node.target is aten.addmm.default and not node.kwargs:
         bias, x, weight = cast(Any, node.args)

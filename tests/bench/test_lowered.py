@@ -12,7 +12,7 @@ def test_an_iteration_for_a_gpu_computes_what_it_should():
     """PPO on CartPole: every program, its kernels interpreted, and none of them returns to the host."""
     small = ["algo.unroll_length=4", "algo.agent.hidden=[16, 16]", "algo.learner.num_minibatches=2"]
     found = lowered.look(["algo=ppo", "env=cartpole", "num_envs=4", *small], "--check")
-    assert 0 < found["largest_difference"] < 1e-6  # floats are rounded otherwise, so equal ones were not compared
+    assert 0 < found["largest_difference"] < 1e-4  # floats are rounded otherwise, so equal ones were not compared
     in_programs = sum(calls * launches for calls, launches in found["programs"].values())
     assert found["launches"] == in_programs + sum(found["between"].values())
     calls = {name.rpartition(".")[2]: calls for name, (calls, _) in found["programs"].items()}
@@ -28,6 +28,8 @@ def test_what_is_wrong_is_found():
     assert found["right"] is None
     assert found["to_host"].startswith("to_host returns to the host: ")
     assert found["wrong"].startswith("right, interpreted, differs by ")
+    assert found["small"].startswith("small, interpreted, differs by ")
+    assert found["infinite"].startswith("infinite, interpreted, differs by inf ")
     assert found["timed"] == "on a GPU kernel would be the quickest of 2 kernels, by a timing there."
 
 

@@ -42,8 +42,38 @@ def off_by_one(self, *args, **kwargs):
             x += 1
 
 
+def small(x, y):
+    """Numbers of which a sixth is nothing beside 1."""
+    return (x + y.sum(1)) * 1e-6
+
+
+def infinite(x, y):
+    """An infinite number beside others."""
+    return torch.where(x == 1, torch.inf, x * y.sum(1) + 1)
+
+
+def a_sixth_more(self, *args, **kwargs):
+    """As a kernel that is wrong in floats that are finite."""
+    run(self, *args, **kwargs)
+    for x in args:
+        if isinstance(x, torch.Tensor) and x.shape == (6,) and x.dtype == torch.float32 and x[0] != 0:
+            x *= 7 / 6
+
+
+def finite(self, *args, **kwargs):
+    """As a kernel that is wrong in those that are not."""
+    run(self, *args, **kwargs)
+    for x in args:
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.nan_to_num_(posinf=1.0)
+
+
 interpreted.Interpreted.run = off_by_one
 found["wrong"] = told(right)
+interpreted.Interpreted.run = a_sixth_more
+found["small"] = told(small)
+interpreted.Interpreted.run = finite
+found["infinite"] = told(infinite)
 source = "from types import SimpleNamespace\nkernel = SimpleNamespace(configs=[1, 2])\n"
 try:
     interpreted.load("kernel", source)
