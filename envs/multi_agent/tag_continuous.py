@@ -316,8 +316,8 @@ def _squared(dx: Tensor, dy: Tensor) -> Tensor:
 
 
 def _root(squared: Tensor) -> Tensor:
-    """Rounded once. Torch's own root of float32 on a CPU is MKL's, of which one in six ends in another bit."""
-    return squared.double().sqrt().float()
+    """Rounded once, as compilers do. Torch's own root of float32 on a CPU is MKL's, one in six of which is not."""
+    return squared.sqrt() if torch.compiler.is_compiling() else squared.double().sqrt().float()
 
 
 def _levels(name: str, low: float, high: float, num: int, limit: float = float("inf")) -> tuple[float, float]:

@@ -63,7 +63,8 @@ def test_one_row_alone(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--only y is no row of envs"):
         run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="y")
     with pytest.raises(
-        ValueError, match="for the suites anakin, brax, envs, gpu, losses, lowered, multiagent and replay; reuse is run whole"
+        ValueError,
+        match="for the suites anakin, brax, envs, gpu, losses, lowered, multiagent and replay; reuse is run whole",
     ):
         bench.main(["reuse", "--only", "x"])
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchpod import random
+from torchpod.compile import Compiler
 from torchpod.envs import TagContinuous
 from torchpod.envs.multi_agent.tag_continuous import _root, nearest
 from torchpod.testing import check_consistency
@@ -144,11 +145,12 @@ def test_the_rules_are_those_written_out(case, compile, seed):
     assert report.num_episodes >= 6
 
 
-def test_roots_are_numpys_to_the_bit(seed):
+@pytest.mark.parametrize("compile", [False, True])
+def test_roots_are_numpys_to_the_bit(compile, seed):
     """Torch's own are not: an agent that is as far as another, but for the last bit, changed places with it."""
     squares = torch.rand(10_000, generator=torch.Generator().manual_seed(seed)) * 800
     squares[0] = torch.inf
-    assert np.array_equal(_root(squares).numpy(), np.sqrt(squares.numpy()))
+    assert np.array_equal(Compiler(compile)(_root)(squares).numpy(), np.sqrt(squares.numpy()))
 
 
 def test_the_default_game_is_that_written_out(seed):
