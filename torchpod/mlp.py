@@ -27,7 +27,7 @@ WIDEST = {"cpu": 256, "cuda": 64}
 """Of hidden layers: the weights of a wider one are not in a CPU's cache, and MKL is faster; or not in the shared memory
 of a GPU's multiprocessor, where that holds for the last layer as well."""
 SHARED_BYTES = 227 * 1024
-"""Of a block of threads, that a GPU must have: those from the H100 on do."""
+"""Of a block of threads, that a GPU must have: what an H100 and an H200 have."""
 
 CONTIGUOUS = (torch.Tag.needs_contiguous_strides,)
 _LIBRARY = torch.library.Library("torchpod", "DEF")

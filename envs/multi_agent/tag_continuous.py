@@ -191,9 +191,8 @@ class TagContinuous(TensorEnv):
         reward = (hit * self.edge_hit_penalty + self._by_group(self.step_rewards, chosen)) * s.alive
 
         time, runs = s.time + 1, s.alive[..., n:]
-        distance = _root(
-            _squared(x[..., n:, None] - x[..., None, :n], y[..., n:, None] - y[..., None, :n])
-        )  # [B, M, N]
+        dx, dy = (f[..., n:, None] - f[..., None, :n] for f in (x, y))  # [B, M, N]
+        distance = _root(_squared(dx, dy))
         nearest, tagger = distance.min(-1)  # of equal ones the first
         tagged = runs & (nearest < self.reach)
         caught = tagged[..., None] & (tagger[..., None] == torch.arange(n, device=device))
