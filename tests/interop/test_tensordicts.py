@@ -111,7 +111,24 @@ def test_a_replay_buffer_of_torchrl_holds_trajectories_without_a_copy_and_gives_
         source = trajectory.output.action if key == "action" else getattr(trajectory.timestep, key)
         assert held[key].data_ptr() == source.data_ptr(), key
     assert held["next", "observation"].data_ptr() == trajectory.timestep.observation[1].data_ptr()
-    assert_equal(to_trajectory([held], *trajectory[2:]), trajectory)  # itself a copy: with T + 1 steps in a row
+    again = to_trajectory([held], *trajectory[2:])
+    assert_equal(again, trajectory)
+    for mine, source in zip(pytree.tree_leaves(again), pytree.tree_leaves(trajectory), strict=True):
+        assert mine.data_ptr() == source.data_ptr() and mine.stride() == source.stride()
+
+
+@pytest.mark.parametrize("make", [lambda s: collect(PPO(CartPole().spec), CartPole(max_episode_steps=7), s), of_trees])
+def test_what_lies_elsewhere_in_memory_is_copied_into_a_trajectory(seed, make):
+    trajectory = make(seed)
+    steps = to_tensordict(trajectory)
+    for held in (steps.clone(), steps.contiguous(), steps.clone(recurse=False)):
+        assert_equal(to_trajectory([held], *trajectory[2:]), trajectory)
+    last = steps.clone(recurse=False)
+    last["next", "step_type"] = steps["step_type"]  # the same memory, and not one step behind
+    want = torch.cat([trajectory.timestep.step_type[:-1], trajectory.timestep.step_type[T - 1 : T]])
+    assert torch.equal(to_trajectory([last]).timestep.step_type, want)
+    short = to_tensordict(part(trajectory, slice(1, 4)))  # some of the environments
+    assert_equal(to_trajectory([short], *(s[1:4] for s in trajectory[2:])), part(trajectory, slice(1, 4)))
 
 
 def test_a_name_that_is_taken_is_refused(seed):

@@ -76,13 +76,17 @@ def to_trajectory(
     *,
     device: torch.device | None = None,
 ) -> Trajectory:
-    """The trajectory of all environments of several TensorDicts, each from `to_tensordict`; a copy.
+    """The trajectory of all environments of several TensorDicts, each from `to_tensordict`.
+
+    One part that is on `device` already is not copied: what comes back are views of the same memory. Several are
+    copied once, side by side; so are timesteps whose `next` does not lie one step behind them in the same memory, as
+    in a TensorDict whose values were copied.
 
     Args:
       parts: batch sizes `[B_0, T]`, `[B_1, T]`, ...
       actor_state: recurrent state before the first step, `[B_0 + B_1 + ..., ...]`.
       last_actor_state: the same after the last.
-      device: of the copy; that of the first part if None.
+      device: of the trajectory; that of the first part if None.
     """
     trees = [part.to_dict() for part in parts]
     nexts = [tree.pop("next") for tree in trees]
@@ -121,6 +125,11 @@ def _join(name: str, device: torch.device | None, parts: Sequence[Tensor], nexts
     """`[T, B, ...]` of parts `[B_k, T, ...]`, or `[T + 1, B, ...]` with the last one of the next ones."""
     if name in _COLUMNS:
         parts, nexts = [x.squeeze(-1) for x in parts], [x.squeeze(-1) for x in nexts]
+    if len(parts) == 1 and device in (None, parts[0].device):
+        if not nexts:
+            return parts[0].transpose(0, 1)
+        if (whole := _one_longer(parts[0], nexts[0])) is not None:
+            return whole.transpose(0, 1)
     size, length = sum(x.shape[0] for x in parts), parts[0].shape[1]
     whole = parts[0].new_empty(length + bool(nexts), size, *parts[0].shape[2:], device=device)
     shares = whole.split([x.shape[0] for x in parts], 1)
@@ -129,3 +138,12 @@ def _join(name: str, device: torch.device | None, parts: Sequence[Tensor], nexts
     for share, x in zip(shares, nexts, strict=False):
         share[length].copy_(x[:, -1], non_blocking=True)
     return whole
+
+
+def _one_longer(x: Tensor, following: Tensor) -> Tensor | None:
+    """`[B, T + 1, ...]`: x `[B, T, ...]` and the last step of `following`, if that lies one step behind x in memory."""
+    shift = following.storage_offset() - x.storage_offset()
+    same = x.untyped_storage().data_ptr() == following.untyped_storage().data_ptr() and x.dtype == following.dtype
+    if not same or x.stride() != following.stride() or shift != x.stride(1):
+        return None
+    return x.as_strided((x.shape[0], x.shape[1] + 1, *x.shape[2:]), x.stride())
