@@ -60,7 +60,7 @@ class HostCase(NamedTuple):
 
     task: str
     num_envs: int
-    """Over all actors."""
+    """Over two actors with two pools each: a quarter of it is an inference batch."""
     unroll_length: int
 
     @property
@@ -82,7 +82,15 @@ CASES = (
     *(Case("grid_world", num_envs) for num_envs in (32_768, 131_072)),
 )
 HOST_CASES = tuple(
-    HostCase(*x) for x in (("Pong-v5", 32, 20), ("Pong-v5", 256, 20), ("Pong-v5", 256, 60), ("Breakout-v5", 256, 20))
+    HostCase(*x)
+    for x in (
+        ("Pong-v5", 256, 20),
+        ("Pong-v5", 256, 60),
+        ("Breakout-v5", 256, 60),
+        ("Pong-v5", 1024, 20),
+        ("Breakout-v5", 256, 20),
+        ("Pong-v5", 128, 20),
+    )
 )
 HOST_CASE_S = 60.0
 """A case of Sebulba is begun if so much time is left."""
@@ -298,7 +306,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
 
 
 def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick: bool) -> tuple[list[Row], list[str]]:
-    """Sebulba with IMPALA on EnvPool: environment steps per second, and their share of what EnvPool does alone.
+    """Sebulba with IMPALA on EnvPool: environment steps per second, their share of what EnvPool does alone, idle GPU.
 
     Returns:
       Rows, and a sentence for each case that could not be measured.
@@ -337,4 +345,6 @@ def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick:
             make.alone(f"impala_of_raw_{where}", ours / raw, "share"),
         ]
         print(describe(rows[-2]), flush=True)
+        if "gpu_busy" in of_ours:
+            rows.append(make.alone(f"gpu_idle_{where}", 1 - of_ours["gpu_busy"], "share of the time"))
     return rows, failures

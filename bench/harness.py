@@ -67,6 +67,7 @@ class Measurement(TypedDict):
     device: NotRequired[str]  # cpu, if it is missing, or cuda
     tf32: NotRequired[bool]  # matrix products of float32 in TF32
     memory_bytes: NotRequired[int]  # of a GPU, the most that was in use
+    gpu_busy: NotRequired[float]  # share of the time in which it does anything
     iterations: int  # within one timed call
     total_iterations: int  # warm-up and timed together; the learning rate falls over these
     env: NotRequired[str]  # where a worker knows several

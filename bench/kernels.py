@@ -1,6 +1,7 @@
-"""What runs on a GPU during one replay, and whether the host waits meanwhile, by torch's profiler."""
+"""What runs on a GPU, how much of the time, and whether the host waits meanwhile, by torch's profiler."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,3 +41,25 @@ def waits(events: Iterable[Any]) -> list[str]:
         if "Memcpy DtoH" in e.name
         or (any(sync in e.name for sync in SYNCS) and window.start <= e.time_range.start <= window.end)
     ]
+
+
+def busy_share(call: Callable[[], object]) -> float:
+    """The share of a call's time in which a GPU does anything: kernels, copies or fills, on whatever stream."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        wall_s = time.perf_counter() - began
+    events = [e.time_range for e in profile.events() or [] if e.device_type.name != "CPU"]
+    return covered((e.start, e.end) for e in events) / 1e6 / wall_s  # they are in microseconds
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals (start, end)."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

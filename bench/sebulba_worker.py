@@ -24,6 +24,7 @@ from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import RunState
 from torchpod.bench.harness import Measurement
+from torchpod.bench.kernels import busy_share
 from torchpod.compile import Compiler
 from torchpod.envs.host import EnvPool
 from torchpod.learner import LearnerConfig
@@ -59,7 +60,7 @@ def measure(
     unroll_length: int = 128,
     device: str = "cpu",
 ) -> Measurement:
-    """Warms up for one call, then times `repeats` calls of `iterations` iterations each.
+    """Warms up for one call, then times `repeats` calls of `iterations` iterations each; on a GPU profiles one more.
 
     Args:
       task: of EnvPool.
@@ -82,6 +83,8 @@ def measure(
     network: dict[str, Any] = {"torso": "nature", "shared": True} if options else {}
     config = LearnerConfig() if algo == "ppo" else LearnerConfig(num_epochs=1, num_minibatches=1)
 
+    profiles = int(device == "cuda" and mode == "update")  # calls after the timed ones
+
     def make_agent() -> Agent:
         return PPO(env.spec, PPOConfig(**network)) if algo == "ppo" else IMPALA(env.spec, IMPALAConfig(**network))
 
@@ -97,7 +100,7 @@ def measure(
         unroll_length=unroll_length,
         device=device,
         learner=config,
-        num_iterations=iterations * (1 + repeats),
+        num_iterations=iterations * (1 + repeats + profiles),
         compiler=Compiler(compiled and mode != "env_only"),
         config=SebulbaConfig(num_actor_threads=actors, pools_per_actor=pools, lag=1 if actors else 0),
     )
@@ -115,10 +118,11 @@ def measure(
         env_steps.append(float(sum(call() for _ in range(iterations))))
         wall_s.append(time.perf_counter() - wall)
         cpu_s.append(time.process_time() - cpu)
+    busy = [busy_share(lambda: [call() for _ in range(iterations)]) for _ in range(profiles)]
     close()
     env_steps, wall_s, cpu_s = env_steps[1:], wall_s[1:], cpu_s[1:]
     rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
-    return {
+    measurement: Measurement = {
         "framework": "torchpod",
         "mode": mode,
         "num_envs": num_envs,
@@ -140,6 +144,9 @@ def measure(
         "threads": {"torch": threads, "actors": actors, "pools": pools, "pool": pool_threads},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
+    if busy:
+        measurement["gpu_busy"] = busy[0]
+    return measurement
 
 
 def program_call(program: Program) -> Callable[[], int]:

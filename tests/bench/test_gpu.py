@@ -10,6 +10,7 @@ import pytest
 from torchpod.bench import gpu, harness, report
 from torchpod.bench.gpu import Case, HostCase
 from torchpod.bench.harness import RowMaker, Worker, WorkerError
+from torchpod.bench.kernels import covered
 from torchpod.bench.served import Result
 
 FAKE = textwrap.dedent(
@@ -216,3 +217,8 @@ def test_the_real_workers_on_the_cpu_uncompiled(tmp_path, fake, env):
     assert status == 0, document["failures"]
     row = document["rows"][0]
     assert row["value"] > 0 and (row["ratio"] is not None) == (env == "pendulum" and peer.missing is None)
+
+
+def test_a_gpu_is_busy_where_any_of_its_streams_is():
+    assert covered([]) == 0.0
+    assert covered([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.0), (6.0, 7.0)]) == 6.0

@@ -69,6 +69,7 @@ def test_with_a_fixed_lag_two_captured_runs_are_equal_whatever_threads_and_strea
 def test_envpool_feeds_a_gpu():
     rows, failures = gpu.host_rows([HostCase("CartPole-v1", 64, 16)], "cuda", time.monotonic() + 300, quick=True)
     assert failures == [] and all((row.value or 0.0) > 0 for row in rows)
+    assert rows[-1].name == "gpu_idle_CartPole-v1/64x16" and 0 < (rows[-1].value or 0.0) < 1
 
 
 @pytest.mark.slow
