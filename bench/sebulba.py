@@ -3,8 +3,9 @@
     torchpod bench sebulba [--json FILE] [--quick]
 
 The budget is the one of suite `anakin`: environments, + inference (`act_...`), + learning (`ppo_...`), with one and two
-actor threads, beside (a) the same work in turn in one thread, and (b) a plain PyTorch loop (bench/peers/plain_ppo.py).
-Every side runs at its better number of OpenMP threads, found in the first round. Read harness.py first.
+actor threads and with one that has two pools, beside (a) the same work in turn in one thread, and (b) a plain PyTorch
+loop (bench/peers/plain_ppo.py). Every side runs at its better number of OpenMP threads, EnvPool alone at its better
+number of threads of its own, found in the first round. The best layout must reach the goals. Read harness.py first.
 """
 
 import statistics
@@ -34,6 +35,12 @@ CASES = {
     "ant": Case("Ant-v4", 8, 4),
 }
 THREADS = (1, 2)
+LAYOUTS = {"1_actors": ("--actors", "1"), "2_actors": ("--actors", "2"), "2_pools": ("--actors", "1", "--pools", "2")}
+"""Of actor threads and their pools."""
+GOALS = {"cartpole": 3.0, "pong": 1.2}
+"""Times the plain loop, for learning; and everything must be as fast as in turn."""
+BUSY_GOAL = {"pong": 0.9}
+"""Share of all cores that learning keeps busy."""
 
 
 def main(
@@ -46,7 +53,7 @@ def main(
     ours: tuple[str, ...] = (sys.executable, "-m", "torchpod.bench.sebulba_worker"),
     plain: tuple[str, ...] = (sys.executable, str(harness.ROOT / "bench" / "peers" / "plain_ppo.py")),
 ) -> int:
-    """Measures, writes the result file, prints the rows; returns 1 if a side failed or the work was unequal.
+    """Measures, writes the result file, prints the rows; returns 1 if a side failed, work was unequal or a goal missed.
 
     Args:
       json_path: where the rows go; None for bench/results/.
@@ -74,6 +81,7 @@ def main(
             print(f"{row.name:36s} {row.value or 0:12,.0f} {row.unit}  {row.ratio or 0:.2f} {row.note}", flush=True)
         failures += [f"{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
         failures += unequal(name, results)
+        failures += [] if quick else missed(name, new)
     return harness.finish(
         "sebulba",
         rows,
@@ -92,19 +100,20 @@ def run_mode(
     case: Case, mode: str, ours: tuple[str, ...], plain: tuple[str, ...], rounds: int, repeats: int, cache: Path
 ) -> dict[str, Measured]:
     """Every side, at its better number of threads."""
-    sides = [Worker("sync", (*ours, "--actors", "0"))]
+    sides, option = [Worker("sync", (*ours, "--actors", "0"))], "--pool-threads"
     if mode != "env_only":
-        sides += [Worker(f"actors{k}", (*ours, "--actors", str(k))) for k in (1, 2)]
+        sides += [Worker(name, (*ours, *layout)) for name, layout in LAYOUTS.items()]
         sides.append(Worker("plain", plain))
+        option = "--threads"
     work = ["--task", case.task, "--num-envs", case.num_envs, "--mode", mode]
     work += ["--iterations", case.iterations, "--repeats", repeats]
     arguments = [str(x) for x in work]
 
     def run(workers: list[Worker], threads: int, seeds: range) -> dict[str, Measured]:
-        rounds = [[*arguments, "--threads", str(threads), "--seed", str(seed)] for seed in seeds]
+        rounds = [[*arguments, option, str(threads), "--seed", str(seed)] for seed in seeds]
         return harness.interleave(workers, rounds, core=None, cache_dir=cache)
 
-    first = {threads: run(sides, threads, range(1)) for threads in (THREADS if mode == "update" else THREADS[:1])}
+    first = {threads: run(sides, threads, range(1)) for threads in THREADS}
     best = {side.name: max(first, key=lambda threads, side=side: rate(first[threads][side.name])) for side in sides}
     results: dict[str, Measured] = {s.name: first[best[s.name]][s.name] for s in sides}
     for seed in range(1, rounds):
@@ -124,24 +133,41 @@ def rate(result: Measured) -> float:
 
 def rows_of(make: RowMaker, name: str, case: Case, results: Results) -> list[Row]:
     """The budget of one environment."""
-    raw = results["env_only", "sync"]
-    rows = [] if isinstance(raw, WorkerError) else [make.alone(f"raw_{name}/{case.num_envs}", rate(raw), "env_steps/s")]
+    raw, rows = results["env_only", "sync"], []
+    if isinstance(raw, list):
+        used = [x for measurement in raw for x in harness.rates(measurement)]
+        rows.append(make.alone(f"raw_{name}/{case.num_envs}", statistics.median(used), "env_steps/s", used))
     for mode, work in (("policy", "act"), ("update", "ppo")):
-        for k in (1, 2):
-            ours = results[mode, f"actors{k}"]
+        for layout in LAYOUTS:
             for peer in ("sync", "plain"):
-                row = f"{work}_{name}_{k}_actors_vs_{peer}/{case.num_envs}"
-                rows.append(make.rate(row, ours, results[mode, peer], peer_name=peer))
-            if mode == "update" and isinstance(ours, list):
-                used = [sum(m["cpu_s"]) / sum(m["wall_s"]) / make.hardware["cores"] for m in ours]
-                share = statistics.median(used)
-                rows.append(make.alone(f"cpu_{name}_{k}_actors/{case.num_envs}", share, "share of all cores", used))
+                row = f"{work}_{name}_{layout}_vs_{peer}/{case.num_envs}"
+                rows.append(make.rate(row, results[mode, layout], results[mode, peer], peer_name=peer))
+    for side in (*LAYOUTS, "sync", "plain"):
+        if isinstance(found := results["update", side], list):
+            used = [sum(m["cpu_s"]) / sum(m["wall_s"]) / make.hardware["cores"] for m in found]
+            row = f"cpu_{name}_{side}/{case.num_envs}"
+            rows.append(make.alone(row, statistics.median(used), "share of all cores", used))
     return rows
+
+
+def missed(name: str, rows: list[Row]) -> list[str]:
+    """One sentence for each goal that the best layout does not reach."""
+    found, by_name = [], {row.name.partition("/")[0]: row for row in rows}
+    goals = [("act", "sync", 1.0), ("ppo", "sync", 1.0), ("ppo", "plain", GOALS.get(name, 0.0))]
+    for work, peer, goal in goals:
+        best = max(by_name[f"{work}_{name}_{layout}_vs_{peer}"].ratio or 0.0 for layout in LAYOUTS)
+        if best < goal:
+            found.append(f"{work}_{name}: {best:.2f} x {peer} in the best layout, the goal is {goal}.")
+    used = [by_name[row].value or 0.0 for layout in LAYOUTS if (row := f"cpu_{name}_{layout}") in by_name]
+    busy = max(used, default=0.0)
+    if busy < BUSY_GOAL.get(name, 0.0):
+        found.append(f"cpu_{name}: at most {busy:.0%} of all cores are busy, the goal is {BUSY_GOAL[name]:.0%}.")
+    return found
 
 
 def unequal(name: str, results: Results) -> list[str]:
     """Whether the plain loop did the same work."""
-    a, b = results["update", "actors1"], results["update", "plain"]
+    a, b = results["update", "1_actors"], results["update", "plain"]
     if isinstance(a, WorkerError) or isinstance(b, WorkerError):
         return []
     pairs = ((key, a[0][key], b[0][key]) for key in EQUAL_WORK)

@@ -55,6 +55,7 @@ def measure(
     threads: int,
     seed: int,
     pools: int = 1,
+    pool_threads: int | None = None,
     compiled: bool = True,
     algo: str = "ppo",
     unroll_length: int = 128,
@@ -72,6 +73,7 @@ def measure(
       threads: OpenMP threads of the learner.
       seed: of everything.
       pools: of environments, per actor.
+      pool_threads: that step the environments of a pool; None shares out the cores.
       compiled: False to see whether it works at all.
       algo: "ppo", 4 epochs of 4 minibatches, or "impala", one update per batch.
       unroll_length: T.
@@ -79,7 +81,7 @@ def measure(
     """
     torch.set_num_threads(threads)
     options: dict[str, Any] = ATARI if task.startswith(("Pong", "Breakout")) else {}
-    pool_threads = max(1, (os.cpu_count() or 1) // max(1, actors * pools))
+    pool_threads = pool_threads or max(1, (os.cpu_count() or 1) // max(1, actors * pools))
     network: dict[str, Any] = {"torso": "nature", "shared": True} if options else {}
     config = LearnerConfig() if algo == "ppo" else LearnerConfig(num_epochs=1, num_minibatches=1)
 
@@ -192,6 +194,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=["env_only", "policy", "update"], default="update")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--pools", type=int, default=1, help="pools of environments per actor")
+    parser.add_argument("--pool-threads", type=int, help="of EnvPool, per pool; default: the cores are shared out")
     parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the learner")

@@ -14,17 +14,18 @@ import argparse, json
 parser = argparse.ArgumentParser()
 for name in ("task", "mode"):
     parser.add_argument(f"--{name}")
-for name in ("num-envs", "iterations", "repeats", "threads", "seed", "actors"):
+for name in ("num-envs", "iterations", "repeats", "threads", "pool-threads", "seed", "actors", "pools"):
     parser.add_argument(f"--{name}", type=int)
 a = parser.parse_args()
 # Two threads are worse for the plain loop and better for the others; more actors are faster.
-rate = 100.0 / a.threads if a.actors is None else 100.0 * a.threads * (1 + a.actors)
+threads = a.threads or a.pool_threads
+rate = 100.0 / threads if a.actors is None else 100.0 * threads * (1 + a.actors) / (a.pools or 1)
 print(json.dumps({
     "framework": "fake", "mode": a.mode, "num_envs": a.num_envs, "unroll_length": 8, "epochs": 1, "minibatches": 1,
     "batch_rows": 8 * a.num_envs, "param_count": PARAMETERS, "dtype": "float32", "iterations": a.iterations,
     "total_iterations": 1, "compile_s": 0.0, "env_steps": [rate], "wall_s": [1.0], "cpu_s": [1.0],
     "env_steps_per_s": {"median": rate, "min": rate, "max": rate}, "episode_return": None, "episodes": 0,
-    "threads": {"torch": a.threads}, "versions": {},
+    "threads": {"torch": threads}, "versions": {},
 }))
 """
 
@@ -45,12 +46,29 @@ def test_every_side_is_compared_at_its_better_number_of_threads(tmp_path, monkey
     status, document = run(tmp_path, 5)
     rows = {row["name"]: row for row in document["rows"]}
     assert status == 0 and document["failures"] == []
-    assert rows["raw_x/4"]["value"] == 100.0
+    assert rows["raw_x/4"]["value"] == 200.0 and rows["raw_x/4"]["repeats"] == [200.0, 200.0]
     assert rows["ppo_x_2_actors_vs_plain/4"]["ratio"] == 600.0 / 100.0
     assert rows["ppo_x_2_actors_vs_sync/4"]["ratio"] == 600.0 / 200.0
-    assert rows["act_x_1_actors_vs_plain/4"]["ratio"] == 200.0 / 100.0
+    assert rows["act_x_1_actors_vs_plain/4"]["ratio"] == 400.0 / 100.0
+    assert rows["act_x_2_pools_vs_sync/4"]["ratio"] == 200.0 / 200.0
     assert rows["ppo_x_2_actors_vs_plain/4"]["repeats"] == [600.0, 600.0]
-    assert rows["cpu_x_1_actors/4"]["value"] == 1.0 / harness.hardware()["cores"]
+    for side in ("1_actors", "2_actors", "2_pools", "sync", "plain"):
+        assert rows[f"cpu_x_{side}/4"]["value"] == 1.0 / harness.hardware()["cores"]
+
+
+def test_goals_are_those_of_the_best_layout(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {})
+    monkeypatch.setattr(sebulba, "GOALS", {"x": 6.5})
+    monkeypatch.setattr(sebulba, "BUSY_GOAL", {"x": 1.5})
+    status, document = run(tmp_path, 5)
+    assert status == 1
+    share = 1 / harness.hardware()["cores"]
+    assert document["failures"] == [
+        "ppo_x: 6.00 x plain in the best layout, the goal is 6.5.",
+        f"cpu_x: at most {share:.0%} of all cores are busy, the goal is 150%.",
+    ]
+    monkeypatch.setattr(sebulba, "LAYOUTS", {"1_actors": ("--actors", "1", "--pools", "4")})
+    assert "act_x: 0.50 x sync in the best layout, the goal is 1.0." in run(tmp_path, 5)[1]["failures"]
 
 
 def test_unequal_work_fails(tmp_path, monkeypatch):
