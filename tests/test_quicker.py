@@ -64,6 +64,7 @@ def untouched(name):
     return module
 
 
+@pytest.mark.slow
 def test_kernels_are_the_same_but_for_tiles_that_are_transposed_again(seed, monkeypatch):
     """With kernels for empty tails, and transposing for each operation, as inductor does by itself."""
     from torch._inductor.codegen.cpp import CppTile2DKernel

@@ -163,7 +163,9 @@ def ppo(population=1, **learner):
     )
 
 
-@pytest.mark.parametrize(("population", "chunk_rows"), [(1, None), (1, 16), (2, 16)])
+@pytest.mark.parametrize(
+    ("population", "chunk_rows"), [(1, 16), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, None), (2, 16)))]
+)
 def test_an_update_is_the_same_with_and_without(population, chunk_rows, seed, monkeypatch):
     def run(recorded):
         if not recorded:

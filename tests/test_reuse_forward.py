@@ -73,7 +73,11 @@ def test_updates_are_those_that_compute_the_pass_again(case, seed):
 
 @pytest.mark.parametrize(
     ("case", "population"),
-    [("impala", 1), pytest.param("a2c_recurrent", 2, marks=pytest.mark.slow), pytest.param("ppo", 2)],
+    [
+        ("impala", 1),
+        pytest.param("a2c_recurrent", 2, marks=pytest.mark.slow),
+        pytest.param("ppo", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_updates_are_the_eager_ones(case, population, seed):
     ours, our_metrics = iterate(make(case, compiler=Compiler(True, population)), seed)
@@ -85,6 +89,7 @@ def test_compiled_updates_are_the_eager_ones(case, population, seed):
     require_equal_runs(our_metrics, metrics, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_begins_and_learns(seed):
     """Its programs, unlike others, are needed while the next ones are traced."""
     anakin = make("a2c", compiler=Compiler(True))

@@ -448,7 +448,7 @@ def test_tensorboard_gets_what_the_metrics_get_and_its_absence_changes_nothing(t
 @pytest.mark.parametrize(
     ("loop", "names"),
     [
-        ("anakin", ("act", "apply", "env_step", "gradient", "rollout", "update")),
+        pytest.param("anakin", ("act", "apply", "env_step", "gradient", "rollout", "update"), marks=pytest.mark.slow),
         # Of the main thread, which is what the profiler sees; act and env_step are of the evaluation.
         pytest.param("sebulba", ("act", "apply", "env_step", "get", "gradient", "update"), marks=pytest.mark.slow),
     ],

@@ -607,6 +607,7 @@ def test_a_population_falls_back_member_by_member(seed, recwarn):
             torch.testing.assert_close(state.learner.params[name][i], x, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_members_of_a_population_adapt_their_coefficients_themselves(seed, recwarn):
     env = CartPole()
 

@@ -74,19 +74,23 @@ def test_ppo_solves_cartpole_with_every_seed():
     assert (final_returns("experiment=cartpole", "population=4") >= 475).all()
 
 
+@pytest.mark.slow
 def test_dqn_solves_cartpole_with_every_seed():
     assert (final_returns("experiment=dqn_cartpole", "population=3") >= 475).all()
 
 
+@pytest.mark.slow
 def test_ppo_swings_up_the_pendulum_with_every_seed():
     assert (final_returns("experiment=pendulum", "population=3") >= -200).all()
 
 
+@pytest.mark.slow
 def test_ppo_catches_with_every_seed():
     assert (final_returns("experiment=catch", "population=3") >= 0.95).all()
 
 
-@pytest.mark.parametrize("experiment", [pytest.param("a2c_catch", marks=pytest.mark.slow), "impala_catch"])
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["a2c_catch", "impala_catch"])
 def test_a2c_and_impala_catch_with_every_seed(experiment):
     assert (final_returns(f"experiment={experiment}", "population=3") >= 0.95).all()
 
@@ -163,6 +167,7 @@ def test_apg_brings_the_point_mass_to_the_origin_with_every_seed():
     assert (final_returns("experiment=apg_point_mass", "population=3", "compile=false") >= 1.05 * best).all()
 
 
+@pytest.mark.slow
 def test_apg_balances_the_pendulum_with_every_seed():
     """Within a factor of two of the regulator, -0.098; one that falls gets below -700."""
     config, dt = load(["experiment=apg_pendulum_balance"]), 0.05
@@ -203,6 +208,7 @@ def test_a_gru_solves_memory_chain_in_the_other_loop_too(tmp_path):
     assert sebulba_return("experiment=memory_chain", "compile=false", folder=tmp_path / "run") >= 0.95
 
 
+@pytest.mark.slow
 def test_a_gru_solves_memory_chain_where_an_mlp_cannot():
     with_memory = final_returns("experiment=memory_chain", "population=2")
     without = final_returns(
