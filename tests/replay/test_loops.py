@@ -11,7 +11,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import checkpoint
-from torchpod.algos.dqn import DQN, DQNConfig
+from torchpod.algos.ddpg import DDPG, DDPGConfig
+from torchpod.algos.dqn import C51, DQN, QRDQN, C51Config, DQNConfig, QRDQNConfig
+from torchpod.algos.r2d2 import R2D2, R2D2Config
+from torchpod.algos.sac import SACConfig, sac_agent
+from torchpod.algos.td3 import TD3, TD3Config
+from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.checkpoint import CheckpointError
@@ -19,6 +24,7 @@ from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
 from torchpod.main import main
 from torchpod.replay import ReplayBuffer, ReplayConfig
@@ -45,6 +51,21 @@ SMALL = (
     "evaluation.episodes=2",
 )
 STEPS = 4 * T
+DISCRETE = {
+    "c51": lambda spec: C51(spec, C51Config(hidden=(8,), n_step=2, num_atoms=5)),
+    "discrete_sac": lambda spec: sac_agent(spec, SACConfig(hidden=(8,))),
+    "dqn": lambda spec: DQN(spec, DQNConfig(hidden=(8,), n_step=2, target_interval=3)),
+    "dqn_loss": lambda spec: torchrl_agent(spec, TorchRLConfig("DQNLoss", hidden=(8,))),
+    "qr_dqn": lambda spec: QRDQN(spec, QRDQNConfig(hidden=(8,), n_step=2, num_quantiles=5)),
+    "r2d2": lambda spec: R2D2(spec, R2D2Config(hidden=(8,), n_step=2, recurrent=4, burn_in=2, length=3)),
+}
+CONTINUOUS = {
+    "ddpg": lambda spec: DDPG(spec, DDPGConfig(hidden=(8,), noise="ou")),
+    "sac": lambda spec: sac_agent(spec, SACConfig(hidden=(8,))),
+    "sac_loss": lambda spec: torchrl_agent(spec, TorchRLConfig("SACLoss", hidden=(8,))),
+    "td3": lambda spec: TD3(spec, TD3Config(hidden=(8,), n_step=2)),
+}
+WITHOUT_PRIORITIES = ("discrete_sac", "sac")
 
 
 def settings(env):
@@ -75,23 +96,33 @@ def assert_equal(a, b):
     pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y, equal_nan=True, rtol=0, atol=0), a, b)
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
-def test_in_lockstep_sebulba_equals_anakin_to_the_bit(seed, host):
-    env = CartPole(max_episode_steps=7)
-    anakin = Anakin(agent(env), env, **settings(env))
-    want, expected = last_of(train_anakin(anakin, anakin.init(seed)))
+@pytest.mark.parametrize(("name", "host"), [("dqn", True), *((name, False) for name in DISCRETE | CONTINUOUS)], ids=str)
+def test_in_lockstep_sebulba_equals_anakin_to_the_bit(seed, name, host):
+    env = Pendulum(max_episode_steps=7) if name in CONTINUOUS else CartPole(max_episode_steps=7)
+    replay = replace(PRIORITISED, prioritised=name not in WITHOUT_PRIORITIES)
+    own = settings(env) | {"replay": replay, "num_iterations": 30 if host else 8}  # 18 are once around the ring
+
+    def make():
+        return (DISCRETE | CONTINUOUS)[name](env.spec)
+
+    anakin = Anakin(make, env, **own)
+    begin = anakin.init(seed)
+    want, expected = last_of(train_anakin(anakin, begin))
     other = HostEnv(env) if host else env
     lockstep = SebulbaConfig(num_actor_threads=1, lag=0)
-    sebulba = Sebulba(agent(env), lambda: copy.copy(other), config=lockstep, **settings(env))
+    sebulba = Sebulba(make, lambda: copy.copy(other), config=lockstep, **own)
     got, history = last_of(train(sebulba, sebulba.init(seed)))
-    assert_equal(got.learner, want.learner)
-    assert_equal(got.priorities, want.priorities)
+    for part in ("learner", "priorities", "env_keys", "episode_return", "episode_length", "iteration", "env_steps"):
+        assert_equal(getattr(got, part), getattr(want, part))
+    assert_equal(got.carry[1:], want.carry[1:])
     assert sebulba.replay and anakin.replay
     assert_equal(sebulba.replay.buffer.storage, anakin.replay.buffer.storage)
-    assert len(history) == len(expected) > 20 and want.learner.num_steps == 2 * len(history)
+    learned = own["num_iterations"] - anakin.replay.buffer.fill_iterations
+    assert len(history) == len(expected) == learned > 5 and want.learner.num_steps == 2 * learned
+    assert any((want.learner.params[key] != x).any() for key, x in begin.learner.params.items())
     for a, b in zip(history, expected, strict=True):
-        for name, value in b.items():
-            assert torch.equal(a[name], value) or (a[name].isnan() and value.isnan())
+        for key, value in b.items():
+            assert torch.equal(a[key], value) or (a[key].isnan() and value.isnan())
 
 
 @pytest.mark.parametrize("lag", [0, 1])

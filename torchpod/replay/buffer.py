@@ -186,7 +186,9 @@ class ReplayBuffer:
             total = sum_tree.total(priorities.tree)
             strata = torch.arange(num, device=key.device)
             height = (strata + random.uniform(key, num)) / num * total
-            leaf = sum_tree.find(priorities.tree, height)
+            # Programs are warmed up with an empty tree, where what is found is the last of the padding.
+            last = self.num_slots // self._period * self.num_envs - 1
+            leaf = sum_tree.find(priorities.tree, height).clamp(max=last)
             mass = priorities.tree[0][leaf]
             # By N times the probability, which ranks can compare.
             weight = (mass / total * (self.window * self.num_envs)).clamp(min=1e-12) ** -beta

@@ -62,7 +62,7 @@ def find(tree: list[Tensor], height: Tensor) -> Tensor:
       height: float32 `[K]` in [0, `total`).
 
     Returns:
-      int64 `[K]`. A leaf of 0 is never found, unless all are.
+      int64 `[K]`. A leaf of 0 is never found, unless all are: then it is the last of the padding.
     """
     node = torch.zeros_like(height, dtype=torch.int64)
     for upto in reversed(tree[1:]):
