@@ -43,7 +43,7 @@ SMALL = (
     "num_envs=4",
     "algo.agent.hidden=[8]",
     "algo.agent.n_step=2",
-    "algo.learner.num_minibatches=2",
+    "algo.env_steps_per_update=8",
     "algo.replay.capacity=160",
     "algo.replay.min_size=32",
     "algo.replay.batch_size=16",
@@ -177,6 +177,9 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, loop, stop
     states = [torch.load(checkpoint.latest(run.dir) / "state-0.pt") for run in (whole, again)]
     assert_equal(*states)
     assert_equal(again.variables, whole.variables)
+    # One for every 8 steps, but those of the first iteration, which only collects; the summary counts no resets.
+    assert int(states[0][".learner.num_steps"]) * 8 == 29 * STEPS
+    assert 0.8 * 30 * STEPS < whole.summary["env_steps"] <= 30 * STEPS
     assert len(list((tmp_path / "parts/replay/0").glob("*.pt"))) <= 30
 
 
