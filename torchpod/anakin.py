@@ -105,6 +105,8 @@ def init_state(
     zero = torch.zeros((), dtype=torch.int64, device=device)
     carry = begin(agent, env_keys)
     episode_return, episode_length = none_yet(carry.timestep)
+    if replay:
+        replay.check_memory(agent, carry, actor_keys)
     return RunState(
         carry=carry,
         learner=learner.init(*variables_of(agent)),

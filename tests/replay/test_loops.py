@@ -25,9 +25,10 @@ from torchpod.config import load
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.inductor import Compiled
 from torchpod.learner import LearnerConfig
 from torchpod.main import main
-from torchpod.replay import ReplayBuffer, ReplayConfig
+from torchpod.replay import ReplayBuffer, ReplayConfig, memory
 from torchpod.run import execute
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.types import FIRST, LAST
@@ -304,6 +305,25 @@ def test_agents_in_the_user_s_files_may_learn_from_replay(tmp_path: Path, capsys
     line = ["train", *own, f"algo={tmp_path}/mine.py:Mine", "algo.unroll_length=4", "algo.learner.num_epochs=1"]
     assert main([*line, f"total_env_steps={20 * STEPS}", f"run_dir={tmp_path}/run"]) == 0, capsys.readouterr().err
     assert "eval return" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "takes"),
+    [
+        ("loop=anakin", "33527.6 GiB, 36 bytes per step"),
+        ("loop=sebulba", "33527.6 GiB, 36 bytes per step"),
+        ("population=2", "67055.2 GiB, 72 bytes per step"),
+    ],
+)
+def test_a_ring_that_does_not_fit_is_refused_before_anything_is_compiled(tmp_path: Path, monkeypatch, more, takes):
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: (1e12, "cpu"))
+    calls = []
+    monkeypatch.setattr(Compiled, "__call__", lambda *_: calls.append(1))
+    config = [x for x in SMALL if not x.startswith(("compile", "algo.replay.capacity"))]
+    config += [more, "algo.replay.capacity=1000000000000", f"run_dir={tmp_path}/run", f"total_env_steps={30 * STEPS}"]
+    with pytest.raises(ValueError, match=f"takes {takes}, and cpu has 931.3 GiB left; use at most "):
+        execute(load(config))
+    assert not calls and not (tmp_path / "run").exists()
 
 
 def test_a_ring_in_files_is_as_one_in_memory_and_leaves_none(tmp_path: Path):

@@ -147,6 +147,14 @@ class ReplayBuffer:
         num_leaves = self.num_slots // self._period * self.num_envs
         return Priorities(sum_tree.make(num_leaves, device=device), torch.ones((), device=device))
 
+    def check_memory(self, trajectory: Trajectory) -> None:
+        """Raises `ValueError` if there is not enough for all slots.
+
+        Args:
+          trajectory: as those to be stored, of any number of steps.
+        """
+        self._check_memory(self._given(trajectory))
+
     def insert(self, trajectory: Trajectory, iteration: Tensor, priorities: Priorities | tuple[()]) -> None:
         """Writes the trajectory of an iteration into its place.
 
@@ -286,20 +294,14 @@ class ReplayBuffer:
         else:
             to.index_copy_(self.axis, unroll * length + torch.arange(length, device=to.device), x)
 
-    def _allocate(self, given: dict[str, Tree]) -> dict[str, Tree]:
-        """Memory for all slots.
+    def _shape(self, name: str, x: Tensor) -> tuple[int, ...]:
+        """Of all slots, for a leaf of `given[name]`."""
+        size = self.num_unrolls if name == "actor_state" else self.num_slots
+        return (*x.shape[: self.axis], size, *x.shape[self.axis + 1 :])
 
-        Raises:
-          ValueError: if the device has not so much.
-        """
-        axis = self.axis
-        sizes = {"timestep": self.num_slots, "output": self.num_slots, "actor_state": self.num_unrolls}
-
-        def shape(name: str, x: Tensor) -> tuple[int, ...]:
-            return (*x.shape[:axis], sizes[name], *x.shape[axis + 1 :])
-
+    def _check_memory(self, given: dict[str, Tree]) -> None:
         leaves = [(name, x) for name, tree in given.items() for x in pytree.tree_leaves(tree)]
-        needed = sum(math.prod(shape(name, x)) * x.element_size() for name, x in leaves)
+        needed = sum(math.prod(self._shape(name, x)) * x.element_size() for name, x in leaves)
         device, host, folder = leaves[0][1].device, self.config.host, self.config.folder
         if folder is not None and device.type != "cpu":
             raise ValueError(f"algo.replay.folder={folder} is for device=cpu, and this run has {device}; leave it out.")
@@ -313,9 +315,17 @@ class ReplayBuffer:
                 f"per step, and {where} has {free / 2**30:.1f} GiB left; use at most "
                 f"algo.replay.capacity={max(0, fitting)}."
             )
-        return {
-            name: pytree.tree_map(
-                lambda x, name=name: memory.zeros(shape(name, x), x.dtype, device, host, folder), tree
-            )
-            for name, tree in given.items()
-        }
+
+    def _allocate(self, given: dict[str, Tree]) -> dict[str, Tree]:
+        """Memory for all slots.
+
+        Raises:
+          ValueError: if the device has not so much.
+        """
+        self._check_memory(given)
+        host, folder = self.config.host, self.config.folder
+
+        def zeros(name: str, x: Tensor) -> Tensor:
+            return memory.zeros(self._shape(name, x), x.dtype, x.device, host, folder)
+
+        return {name: pytree.tree_map(lambda x, name=name: zeros(name, x), tree) for name, tree in given.items()}

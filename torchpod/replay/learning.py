@@ -9,7 +9,8 @@ from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
 from torchpod.learner import Learner, LearnerState
 from torchpod.replay.buffer import Priorities, ReplayBuffer, ReplayConfig
-from torchpod.types import Batch, Trajectory, Tree
+from torchpod.trees import stack
+from torchpod.types import Batch, Carry, Trajectory, Tree
 
 
 class ReplayLearner:
@@ -46,7 +47,7 @@ class ReplayLearner:
                 f"algo.learner.num_epochs={learner.config.num_epochs}: {type(agent).__name__} draws new rows from "
                 "replay for every update; use num_epochs=1, and num_minibatches for the updates per iteration."
             )
-        self.agent, self.learner = agent, learner
+        self.agent, self.learner, self.population = agent, learner, compiler.population
         self.batch_size = learner.ranks.share(config.batch_size, "algo.replay.batch_size")
         self.buffer = ReplayBuffer(
             config,
@@ -75,6 +76,20 @@ class ReplayLearner:
                 f"loop.iterations_per_call={iterations_per_call}: replay has room for {self.buffer.slack}; use at most "
                 "that."
             )
+
+    def check_memory(self, agent: Agent, carry: Carry, actor_keys: Tensor) -> None:
+        """Raises `ValueError` if what is to be kept does not fit: by one decision, before anything is compiled.
+
+        Args:
+          agent: that decides.
+          carry: of one member, before the first step.
+          actor_keys: `[B, 3]`.
+        """
+        with torch.no_grad():
+            output, _ = agent.act(carry.timestep, carry.actor_state, random.at(actor_keys, carry.step + 1))
+        timestep, output = pytree.tree_map(lambda x: x[None], (carry.timestep, output))
+        trajectory = Trajectory(timestep, output, carry.actor_state, ())
+        self.buffer.check_memory(trajectory if self.population == 1 else stack([trajectory] * self.population))
 
     def store(
         self, state: LearnerState, trajectory: Trajectory, priorities: Priorities | tuple[()], iteration: Tensor
