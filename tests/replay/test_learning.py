@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import bind
 from torchpod.algos.dqn import DQN, DQNConfig
+from torchpod.algos.r2d2 import R2D2, R2D2Config
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
@@ -54,7 +55,8 @@ def make(
     prioritised=True, *, cls=DQN, population=1, compile=False, agent=None, learner=None, num_iterations=20, **replay
 ):
     env = CartPole(max_episode_steps=6)
-    config = DQNConfig(**({"hidden": (8,), "n_step": 3, "target_rate": 0.1, "target_interval": 1} | (agent or {})))
+    maker = R2D2Config if cls is R2D2 else DQNConfig
+    config = maker(**({"hidden": (8,), "n_step": 3, "target_rate": 0.1, "target_interval": 1} | (agent or {})))
     settings = {"num_epochs": 1, "num_minibatches": M, "learning_rate": 1e-2} | (learner or {})
     return Anakin(
         lambda: cls(env.spec, config),
@@ -191,38 +193,41 @@ def test_priorities_change_at_the_sampled_leaves_to_the_errors_before_the_update
     assert td.min() < metrics["td_error"] < td.max() and new.num_steps == state.learner.num_steps + M
 
 
-def test_rows_count_as_much_as_their_importance_weights_say(seed):
-    """The first gradient, through Adam's first moment: a weighted mean of the rows' own gradients."""
-    anakin, state, trajectory, keys = before_update(seed, learner={"max_grad_norm": 1e9, "num_minibatches": 1})
+@pytest.mark.parametrize(("cls", "agent"), [(DQN, {}), (R2D2, {"recurrent": 4, "burn_in": 2, "length": 3})])
+def test_rows_and_sequences_count_as_much_as_their_importance_weights_say(seed, cls, agent):
+    """The first gradient, through Adam's first moment: that of a weighted mean of the rows' own losses."""
+    learner = {"max_grad_norm": 1e9, "num_minibatches": 1}
+    anakin, state, trajectory, keys = before_update(seed, cls=cls, agent=agent, learner=learner)
     replay, agent, learner = replay_of(anakin), anakin.agent, anakin.learner
+    assert isinstance(state.priorities, Priorities)
+    leaf = state.priorities.tree[0].nonzero()[:, 0]
+    some = torch.rand(len(leaf), generator=torch.Generator().manual_seed(seed))
+    replay.buffer.write_back(state.priorities, leaf, 100.0**some)
     priorities = pytree.tree_map(torch.clone, state.priorities)
     replay.buffer.insert(trajectory, state.iteration, priorities)
     beta = 1 - 0.6 * learner.remaining(state.learner.num_steps)
     key = random.advance(keys[0], 1)
     sample = replay.buffer.sample(replay.buffer.storage, priorities, state.iteration, beta, R, key)
-    mass = priorities.tree[0][sample.leaf]
-    weight = (mass / mass.mean()) ** -float(beta)
-    weight = weight / weight.sum()
+    weight = priorities.tree[0][sample.leaf] ** -float(beta)
     assert weight.max() > 1.2 * weight.min()
-    rows = pytree.tree_map(
-        lambda x: x[0],
-        bind(agent, learner.acting(state.learner, state.iteration)).prepare(sample.trajectory, keys).steps,
-    )
+    acting, targets = learner.acting(state.learner, state.iteration), bind(agent, state.learner.targets)
+    batch = bind(agent, acting).prepare(sample.trajectory, keys)
+    if not agent.recurrent:
+        batch = batch._replace(steps=pytree.tree_map(lambda x: x[0], batch.steps))
 
     def gradient(weight):
         params = {k: v.clone().requires_grad_() for k, v in state.learner.params.items()}
-        q = bind(agent, params | state.learner.buffers)("outputs_of", rows["observation"])[..., 0]
-        td = td_error(agent, state.learner.params | state.learner.buffers, state.learner.targets, rows)
-        taken = q.gather(-1, rows["action"][:, None])[:, 0]
-        goal = td + taken.detach()
-        loss = (0.5 * weight * (taken - goal).square()).sum()
+        weight = batch.steps["weight"] * weight  # of a sequence, all its steps
+        steps = batch.steps | {"weight": weight / weight.sum()}
+        loss = bind(agent, acting | params).loss(batch._replace(steps=steps), keys[0], targets).loss
+        assert isinstance(loss, torch.Tensor)
         return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
 
     new, _ = replay.update(
         state.learner, trajectory, pytree.tree_map(torch.clone, state.priorities), state.iteration, keys
     )
     before, after = (learner.groups.by_parameter(x.mu) for x in (state.learner, new))
-    weighted, plain = gradient(weight), gradient(torch.full((R,), 1 / R))
+    weighted, plain = gradient(weight), gradient(torch.ones(R))
     for name, want in weighted.items():
         got = (after[name] - 0.9 * before[name]) / 0.1
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)

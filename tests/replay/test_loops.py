@@ -28,7 +28,8 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.inductor import Compiled
 from torchpod.learner import LearnerConfig
 from torchpod.main import main
-from torchpod.replay import ReplayBuffer, ReplayConfig, memory
+from torchpod.replay import ReplayBuffer, ReplayConfig, memory, segments
+from torchpod.replay.segments import Segments
 from torchpod.run import execute
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.types import FIRST, LAST
@@ -162,9 +163,30 @@ def test_with_a_fixed_lag_two_runs_are_equal_to_the_bit(seed, lag):
     assert_equal(*states)
 
 
+@pytest.fixture
+def written_once(monkeypatch):
+    """Checkpoints write what is new, and neither write nor read again what is in files already."""
+    digest, read, save = segments._digest, [], Segments.save
+
+    def saves(self, iteration):
+        files = {path: (path.read_bytes(), path.stat()) for path in self._folder.glob("*.pt")}
+        before = self._saved
+        read.clear()
+        kept = save(self, iteration)
+        for path, (content, stat) in files.items():
+            assert path.read_bytes() == content
+            assert (path.stat().st_mtime_ns, path.stat().st_ino) == (stat.st_mtime_ns, stat.st_ino)
+        new = {path for path in self._folder.glob("*.pt") if path not in files}
+        assert set(read) == new and len(new) == min(iteration - before, 10)  # the window, one by one
+        return kept
+
+    monkeypatch.setattr(Segments, "save", saves)
+    monkeypatch.setattr(segments, "_digest", lambda path: read.append(path) or digest(path))
+
+
 @pytest.mark.parametrize("loop", ["anakin", "sebulba"])
 @pytest.mark.parametrize("stop", [3, 14, 25], ids=["while it fills", "before the ring is full", "after"])
-def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, loop, stop):
+def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, written_once, loop, stop):
     lag = ["loop.lag=1"] if loop == "sebulba" else []
     config = [*SMALL, f"loop={loop}", *lag, f"total_env_steps={30 * STEPS}"]
     whole = execute(load([*config, f"run_dir={tmp_path}/whole"]))
