@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchpod.env import TensorEnv
+from torchpod.env import HostEnv, TensorEnv
 from torchpod.specs import Array, Discrete, EnvSpec
 
 
@@ -49,6 +49,13 @@ class MyEnv(TensorEnv):
     def observe(self, state: Tensor) -> Tensor:
         """Position and time."""
         return state * torch.tensor([1.0, 0.01])
+
+
+class Hosted(HostEnv):
+    """`MyEnv`, as an environment on the host."""
+
+    def __init__(self, limit: int = 20, fault: str = "", at: int = 0, rank: int = 0, marker: str = "") -> None:
+        super().__init__(MyEnv(limit, fault, at, rank, marker))
 
 
 class Impolite(MyEnv):

@@ -378,6 +378,9 @@ class _Keeper:
         self._last_saved = time.perf_counter()
 
     def due(self) -> bool:
+        # With ranks one at once: when one of them fails, the others cannot be asked to save any more.
+        if self.saved_at is None and self._ranks.world_size > 1:
+            return True
         return time.perf_counter() - self._last_saved >= self._config.interval_s
 
     def save(self, state: RunState, timing: Timing) -> None:
