@@ -16,7 +16,7 @@ class MyEnv(TensorEnv):
 
     Args:
       limit: steps of an episode.
-      fault: what goes wrong in batches of more than 4, which are training: "raise", "bad_reward" or "sleep".
+      fault: what goes wrong in batches of more than 4, which are training: "raise", "bad_reward", "sleep" or "hang".
       at: the step (of an episode for "bad_reward", else of the process) at which it does.
       rank: on which rank.
       marker: a file that is written when it does, so that it happens once; empty: it happens always.
@@ -40,6 +40,9 @@ class MyEnv(TensorEnv):
             self.calls += 1
             if self.fault == "sleep" and self.calls > self.at:
                 time.sleep(0.3)
+            if self.fault == "hang" and self.calls > self.at:
+                Path(self.marker).touch()
+                time.sleep(60)
             if self.fault == "raise" and self.calls > self.at and not (self.marker and Path(self.marker).exists()):
                 if self.marker:
                     Path(self.marker).touch()

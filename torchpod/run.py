@@ -297,8 +297,15 @@ def _train(
 ) -> tuple[RunState, Timing]:
     timing = Timing(wall_s, 0.0, 0, 0.0)
     previous, stopping = int(state.env_steps.sum()), False
+
+    def given_up() -> str:
+        if keeper.saved_at is None:
+            return "stopped without a checkpoint"
+        which = "in the middle of the next" if ranks.world_size == 1 else "the last that all ranks have saved"
+        return f"stopped at iteration {keeper.saved_at}, {which}; go on with resume={keeper.run_dir}"
+
     with (
-        StopFlag(ranks, loop.device) as stop,
+        StopFlag(ranks, loop.device, given_up) as stop,
         contextlib.closing(reports(config, loop, state, until=until)) as calls,
     ):
         try:
@@ -325,11 +332,9 @@ def _train(
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
         except OverdueError:
-            if keeper.saved_at != int(state.iteration.flatten()[0]):
+            if ranks.world_size == 1 and keeper.saved_at != int(state.iteration.flatten()[0]):
                 keeper.save(state, timing)
-            raise Interrupted(
-                f"stopped at iteration {keeper.saved_at}, in the middle of the next; go on with resume={keeper.run_dir}"
-            ) from None
+            raise Interrupted(given_up()) from None
         except NonFiniteError as error:
             path, wrong = keeper.dump(error), _not_finite(error.trajectory.timestep)
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."

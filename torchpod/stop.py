@@ -1,7 +1,12 @@
 """How a run is told to stop: SIGTERM and SIGINT, between two calls to the device or in the middle of one."""
 
 import contextlib
+import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,36 +25,53 @@ class OverdueError(Exception):
 class StopFlag:
     """SIGTERM and SIGINT ask for a stop after the running call; before the first report they stop at once.
 
-    A call that goes on for longer than `GRACE_S` is given up, which loses what it has done; not with ranks, which wait
-    for each other. A second SIGINT stops at once, but not under torchrun, which passes on the one that the ranks have
-    got already.
+    A call that goes on for longer than `GRACE_S` is given up, which loses what it has done. A rank that waits for
+    others does so in C code, where it hears of no signal: a thread ends its process after `LEAVE_S`. A second SIGINT
+    stops at once, but not under torchrun, which passes on the one that the ranks have got already.
+
+    Args:
+      ranks: of the run.
+      device: of this one.
+      given_up: what to say when a rank's process is ended.
     """
 
     GRACE_S = 4.0
+    LEAVE_S = 5.0
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
-        self._deferred = self._asked = self._calling = False
+    def __init__(self, ranks: Ranks, device: torch.device, given_up: Callable[[], str]) -> None:
+        self._ranks, self._device, self._given_up = ranks, device, given_up
+        self._deferred = self._asked = self._agreeing = False
+        self._calling = True
         self._old: dict[int, Any] = {}
+        self._ear = -1
 
     def __enter__(self) -> "StopFlag":
         with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._old[number] = signal.signal(number, self._handle)
             self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._overdue)
+            if self._ranks.world_size > 1:
+                ear, self._ear = os.pipe()
+                os.set_blocking(self._ear, False)
+                signal.set_wakeup_fd(self._ear)  # each signal is written there, whatever the main thread does
+                threading.Thread(target=self._listen, args=(ear,), name="torchpod-stop", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.pause(self._deferred)
+        if self._ear >= 0:
+            signal.set_wakeup_fd(-1)
+            os.close(self._ear)  # ends the thread
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
         insisting = self._asked and number == signal.SIGINT and self._ranks.world_size == 1
         if not self._deferred or insisting:
+            self._calling = False
             raise Interrupted(f"stopped by {signal.Signals(number).name} without a new checkpoint")
         self._asked = True
-        if self._calling and self._ranks.world_size == 1:
+        if self._calling:
             signal.setitimer(signal.ITIMER_REAL, self.GRACE_S)
 
     def _overdue(self, number: int, frame: Any) -> None:
@@ -57,9 +79,18 @@ class StopFlag:
             self._calling = False  # once: what follows is saved in peace
             raise OverdueError
 
+    def _listen(self, ear: int) -> None:
+        with open(ear, "rb", buffering=0) as signals:
+            while heard := signals.read(1):
+                if heard[0] in (signal.SIGTERM, signal.SIGINT):
+                    time.sleep(self.LEAVE_S)
+                    if self._calling or self._agreeing:
+                        print(f"torchpod: {self._given_up()}", file=sys.stderr, flush=True)
+                        os._exit(130)
+
     def pause(self, deferred: bool = True) -> None:
         """A call has ended, and there is something to save."""
-        self._deferred, self._calling = deferred, False
+        self._deferred, self._calling, self._agreeing = deferred, False, False
         if signal.SIGALRM in self._old:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
@@ -71,5 +102,8 @@ class StopFlag:
         """Whether any rank was asked to stop, and whether a checkpoint is due on any."""
         if self._ranks.world_size == 1:
             return self._asked, save_due
-        stop, save = self._ranks.sum(torch.tensor([self._asked, save_due], dtype=torch.int64, device=self._device))
-        return bool(stop), bool(save)
+        self._agreeing = True
+        both = torch.tensor([self._asked, save_due], dtype=torch.int64, device=self._device)
+        stop, save = map(bool, self._ranks.sum(both).tolist())
+        self._agreeing = False
+        return stop, save

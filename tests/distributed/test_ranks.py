@@ -1,9 +1,11 @@
 """Two ranks, by torchrun and gloo on this CPU, against one."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.config import load
 from torchpod.distributed import Ranks, SplitError
 from torchpod.run import execute
+from torchpod.stop import OverdueError, StopFlag
 
 ENV_FILE = Path(__file__).parents[1] / "user_env.py"
 SMALL = (
@@ -186,6 +189,55 @@ def test_a_failing_rank_ends_all_with_its_own_error_and_a_checkpoint(
     assert seconds < 10
     # The next one would have been due after a minute.
     assert [folder.name for folder in checkpoint.all_of(tmp_path / "run")] == [f"{1:010d}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", [3, 100], ids=["before the first report", "later"])
+def test_ranks_stop_within_seconds_although_an_environment_of_one_does_not_come_back(number, at: int, tmp_path: Path):
+    """Rank 1 waits for its environment, rank 0 for rank 1."""
+    hangs = (
+        f"env={ENV_FILE}:Hosted",
+        "+env.fault=hang",
+        f"+env.at={at}",
+        "+env.rank=1",
+        f"+env.marker={tmp_path}/hangs",
+    )
+    settings = (*SMALL, *hangs, "loop=sebulba", "loop.num_actor_threads=1", "run_dir=run")
+    command = [*TORCHRUN, "-m", "torchpod", "train", *settings]
+    options = {"cwd": tmp_path, "env": environment(), "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options, start_new_session=True) as launcher:
+        wait_until((tmp_path / "hangs").exists)
+        time.sleep(1.0)
+        began = time.perf_counter()
+        launcher.send_signal(number)
+        _, error = launcher.communicate(timeout=60)
+        seconds = time.perf_counter() - began
+    print(f"gone after {seconds:.1f} s")
+    assert seconds < 10
+    if at == 100:
+        sentence = "torchpod: stopped at iteration 1, the last that all ranks have saved; go on with resume=run"
+        assert our_lines(error) == [sentence] * 2 and int(checkpoint.latest(tmp_path / "run").name) == 1
+    else:
+        assert {line.partition(" without")[2] for line in our_lines(error)} <= {" a checkpoint", " a new checkpoint"}
+    with pytest.raises(ProcessLookupError):
+        os.killpg(launcher.pid, 0)
+
+
+def test_a_rank_that_hears_of_no_signal_is_ended_by_a_thread(monkeypatch: pytest.MonkeyPatch, capfd):
+    ended, limits = threading.Event(), {"GRACE_S": 0.1, "LEAVE_S": 0.2}
+    for name, seconds in limits.items():
+        monkeypatch.setattr(StopFlag, name, seconds)
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    with StopFlag(Ranks(0, 2), torch.device("cpu"), lambda: "given up") as stop:
+        stop.pause()
+        stop.watch()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(OverdueError):
+            while not ended.is_set():
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # C code of more than a second
+            time.sleep(1.0)  # where it hears
+    assert ended.is_set() and capfd.readouterr().err == "torchpod: given up\n"
 
 
 def test_after_a_restart_by_torchrun_the_run_goes_on_from_its_last_checkpoint(tmp_path: Path):

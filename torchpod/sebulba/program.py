@@ -17,7 +17,7 @@ from torchpod.sebulba.loop import Sebulba, merge, side_by_side
 from torchpod.sebulba.transfer import Static, hand_over, take, wait_for
 from torchpod.types import Trajectory
 
-JOIN_S = 4.0
+JOIN_S = 2.0
 """How long the end of a run waits for a thread that does not come back from its environments."""
 
 
