@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tests.contracts.test_alignment import Checker, Names, assert_lines_up, assert_rows_line_up
 from torchpod import random
-from torchpod.algos.a2c import A2C
+from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
@@ -21,7 +21,7 @@ from torchpod.anakin import train as train_anakin
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
-from torchpod.envs.host import Gymnasium
+from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.sebulba.program import Program
@@ -32,7 +32,9 @@ LEARNER = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-2)
 LOCKSTEP = SebulbaConfig(num_actor_threads=1, lag=0)
 AGENTS = {
     "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(8,))),
+    "a2c": lambda spec: A2C(spec, A2CConfig(hidden=(8,))),
     "impala": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,))),
+    "lstm": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,), recurrent=6, cell="lstm")),
     "gru": lambda spec: PPO(
         spec, PPOConfig(hidden=(8,), recurrent=6, normalize_reward=True, normalize_observation=True)
     ),
@@ -55,12 +57,13 @@ def make(config=LOCKSTEP, agent="ppo", env=None, iterations=50, compiled=False, 
     )
 
 
-def run(sebulba, state, until=None):
-    """The last state, and the metrics of all iterations."""
+def run(sebulba, state, until=None, sleep_s=0.0):
+    """The last state, and the metrics of all iterations. The learner sleeps up to `sleep_s` between two of them."""
     history = []
     for report, program in train(sebulba, state, until=until):
         history.append(report.metrics)
         state = program.state
+        time.sleep(python_random.random() * sleep_s)
     return state, history
 
 
@@ -87,11 +90,20 @@ class Jittery(CartPole):
         return super().step(state, action, keys)
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+class JitteryPool(EnvPool):
+    """So does this one, between `send` and `recv`."""
+
+    send, step = EnvPool.send, EnvPool.step  # of one class with `recv`, or a pool would not be stepped by these
+
+    def recv(self):
+        time.sleep(python_random.random() * 1e-3)
+        return super().recv()
+
+
 @pytest.mark.parametrize("agent", AGENTS)
-def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent, host):
+def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent):
+    """With a tensor environment, and with the same behind the host contract."""
     env = CartPole(max_episode_steps=7)
-    sebulba = make(agent=agent, env=HostEnv(env) if host else env)
     anakin = Anakin(
         lambda: AGENTS[agent](env.spec),
         env,
@@ -102,17 +114,20 @@ def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent, host):
         compiler=Compiler(enabled=False),
     )
     begin = anakin.init(seed)
-    assert_equal(sebulba.init(seed).learner, begin.learner)
     reports = []
     for report, replay in train_anakin(anakin, begin):
         reports.append(report.metrics)
         want = replay.state
-    got, history = run(sebulba, sebulba.init(seed))
-    for name in ("learner", "env_keys", "episode_return", "episode_length", "iteration", "env_steps"):
-        assert_equal(getattr(got, name), getattr(want, name))
-    assert_equal(got.carry[1:], want.carry[1:])
-    for mine, theirs in zip(history, reports, strict=True):
-        assert_equal({name: mine[name] for name in theirs}, theirs)
+    for own in (env, HostEnv(env)):
+        sebulba = make(agent=agent, env=own)
+        first = sebulba.init(seed)
+        assert_equal(first.learner, begin.learner)
+        got, history = run(sebulba, first)
+        for name in ("learner", "env_keys", "episode_return", "episode_length", "iteration", "env_steps"):
+            assert_equal(getattr(got, name), getattr(want, name))
+        assert_equal(got.carry[1:], want.carry[1:])
+        for mine, theirs in zip(history, reports, strict=True):
+            assert_equal({name: mine[name] for name in theirs}, theirs)
     assert any((got.learner.params[name] != x).any() for name, x in begin.learner.params.items())
 
 
@@ -145,16 +160,35 @@ def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, host)
     assert torch.cat(names).unique().numel() >= ended  # every episode has a name of its own
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_with_a_fixed_lag_two_runs_are_equal_whatever_the_threads_do(seed, lag):
-    config = SebulbaConfig(num_actor_threads=2, lag=lag)
+@pytest.mark.parametrize(
+    ("kind", "agent", "lag", "num_pools", "compiled"),
+    [
+        ("tensor", "impala", 0, 1, False),
+        ("tensor", "impala", 2, 1, False),
+        ("tensor", "gru", 1, 2, False),
+        ("host", "impala", 1, 2, False),
+        ("host", "gru", 1, 1, False),
+        ("envpool", "lstm", 2, 2, False),
+        pytest.param("host", "lstm", 2, 2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_with_a_fixed_lag_two_runs_are_equal_whatever_the_threads_do(seed, kind, agent, lag, num_pools, compiled):
+    """Once the actors sleep now and then, and once the learner does as well."""
+    if kind == "envpool":
+        pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+        env = JitteryPool("CartPole-v1", max_episode_steps=7)
+    else:
+        env = Jittery(max_episode_steps=7) if kind == "tensor" else HostEnv(Jittery(max_episode_steps=7))
+    config = SebulbaConfig(num_actor_threads=2, pools_per_actor=num_pools, lag=lag)
     ends = []
-    for _ in range(2):
-        sebulba = make(config, "impala", Jittery(max_episode_steps=7), iterations=12)
-        ends.append(run(sebulba, sebulba.init(seed)))
+    for sleep_s in (0.0, 0.02):
+        sebulba = make(config, agent, env, iterations=10, compiled=compiled)
+        ends.append(run(sebulba, sebulba.init(seed), sleep_s=sleep_s))
     assert_equal(*(end[0] for end in ends))
-    ages = [int(metrics["policy_age_max"]) for metrics in ends[0][1]]
-    assert ages == [min(i, lag) for i in range(12)]
+    for metrics, others in zip(*(end[1] for end in ends), strict=True):
+        assert_equal(*({name: m[name] for name in ("loss", "episode_return")} for m in (metrics, others)))
+    ages = [(float(m["policy_age"]), int(m["policy_age_max"])) for m in ends[1][1]]
+    assert ages == [(min(i, lag), min(i, lag)) for i in range(10)]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -173,7 +207,7 @@ def test_two_actors_act_as_one_does(seed):
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", ["ppo", "impala", "gru", "torchrl"])
 def test_programs_with_memory_of_their_own_do_the_same(seed, agent, host):
     """What CUDA graphs need, without the graphs."""
     env, ends = CartPole(max_episode_steps=7), []
