@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.contracts.test_alignment import Checker, Names, assert_lines_up, assert_rows_line_up
+from tests.zygote import wait_until
 from torchpod import random
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
@@ -25,6 +26,7 @@ from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.sebulba.program import Program
+from torchpod.sebulba.transfer import Port
 from torchpod.types import FIRST, LAST
 
 T, B = 8, 4
@@ -244,6 +246,95 @@ def test_a_free_lag_is_bounded_by_the_queue(seed, refresh):
     assert all(0 <= m["policy_age"] <= m["policy_age_max"] <= 3 for m in history)
     shares = ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "queue_occupancy")
     assert all(0 <= m[name] <= 1 for m in history for name in shares)
+
+
+class Clock:
+    """Goes on only where it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def after(self, seconds, fn):
+        """The function, which takes so long."""
+
+        def timed(*args, **kwargs):
+            self.now += seconds
+            return fn(*args, **kwargs)
+
+        return timed
+
+
+@pytest.mark.parametrize("update_s", [4.0, 1000.0])
+def test_metrics_say_where_the_time_went(seed, monkeypatch, update_s):
+    """In one thread, where the actor waits while the learner updates, and the other way round."""
+    clock, num_pools, lag = Clock(), 2, 2
+    for module in ("program", "exchange"):
+        monkeypatch.setattr(f"torchpod.sebulba.{module}.time", clock)
+    for owner, name, seconds in (
+        (IMPALA, "act", 0.5),
+        (HostEnv, "step", 1.0),
+        (Port, "download", 0.25),
+        (Port, "upload", 0.125),
+    ):
+        monkeypatch.setattr(owner, name, clock.after(seconds, getattr(owner, name)))
+    config = SebulbaConfig(num_actor_threads=0, pools_per_actor=num_pools, lag=lag)
+    sebulba = make(config, "impala", HostEnv(CartPole()), iterations=4)
+    sebulba.static = True  # for a port
+    sebulba.update = clock.after(update_s, sebulba.update)
+    _, history = run(sebulba, sebulba.init(seed))
+    steps = num_pools * T
+    unroll_s = steps * (0.5 + 1.0 + 0.25 + 0.125)
+    for i, metrics in enumerate(history):
+        waited_s = update_s if i else 0.0
+        expected = {
+            "learner_wait": unroll_s / (unroll_s + update_s),
+            "actor_wait": waited_s / (unroll_s + waited_s),
+            "actor_in_environment": steps * 1.0 / (unroll_s + waited_s),
+            "actor_in_inference": steps * 0.5 / (unroll_s + waited_s),
+            "actor_in_transfer": steps * 0.375 / (unroll_s + waited_s),
+            "inference_batches_per_s": steps / (unroll_s + update_s),
+            "policy_age": min(i, lag),
+            "policy_age_max": min(i, lag),
+            "queue_occupancy": 0.0,
+        }
+        assert {name: metrics[name].item() for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("slow", ["environment", "update"])
+def test_threads_wait_for_what_is_slow(seed, slow):
+    class Slow(CartPole):
+        def step(self, state, action, keys):
+            time.sleep(0.04 if slow == "environment" else 0.0)
+            return super().step(state, action, keys)
+
+    config = SebulbaConfig(num_actor_threads=2, lag="free", queue_size=2)
+    sebulba = make(config, "impala", HostEnv(Slow()))
+    program = Program(sebulba, sebulba.init(seed))
+    update = program._update
+
+    def slowed(*args):
+        if slow == "update":
+            blocked = [actor.phases for actor in program._actors]
+            wait_until(lambda: program._exchange.occupancy() == 1 and {x.now[0] for x in blocked} == {"queue"})
+            time.sleep(0.3)
+        return update(*args)
+
+    program._update = slowed
+    program.begin()
+    try:
+        history = [program() for _ in range(6)]
+    finally:
+        program.close()
+    names = ("learner_wait", "actor_wait", "actor_in_environment", "queue_occupancy")
+    # The fifth unroll is the first that comes after a wait: for the place in the queue of the fourth.
+    told = {name: (history[4][name] + history[5][name]) / 2 for name in names}
+    high, low = ("learner_wait", "actor_wait") if slow == "environment" else ("actor_wait", "learner_wait")
+    assert told[high] > 0.5 > told[low]
+    assert (told["actor_in_environment"] > 0.5) == (slow == "environment")
+    assert (told["queue_occupancy"] >= 0.5) == (slow == "update")
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
