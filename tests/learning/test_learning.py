@@ -209,6 +209,12 @@ def test_a_gru_solves_memory_chain_in_the_other_loop_too(tmp_path):
 
 
 @pytest.mark.slow
+def test_impala_with_an_lstm_solves_memory_chain_in_the_other_loop(tmp_path):
+    lstm = ("algo=impala", "algo.agent.cell=lstm", "algo.learner.learning_rate=3e-3", "total_env_steps=300_000")
+    assert sebulba_return("experiment=memory_chain", *lstm, "compile=false", folder=tmp_path / "run") >= 0.95
+
+
+@pytest.mark.slow
 def test_a_gru_solves_memory_chain_where_an_mlp_cannot():
     with_memory = final_returns("experiment=memory_chain", "population=2")
     without = final_returns(
