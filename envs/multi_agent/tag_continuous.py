@@ -22,6 +22,8 @@ from torchpod.types import Tree
 
 BLOCK = 8
 """Agents of which the nearest stands for all, when the nearest are looked for."""
+PIECE = 128
+"""Agents that look for their nearest at a time, without a compiler."""
 MAX_PASSES = 16
 """For more neighbours than this, `topk` finds the smallest keys: every pass is another loop to compile."""
 NOBODY = 0x7F800000 << 32
@@ -252,9 +254,10 @@ def nearest(x: Tensor, y: Tensor, alive: Tensor, num: int) -> tuple[Tensor, Tens
 
     Of many agents, those with neighbouring ids form blocks of `BLOCK`, and only the distance to the nearest of each
     block is kept: the `num` nearest agents are in the `num` blocks whose nearest is nearest, of equally near ones the
-    first. So no matrix of all pairs is made, where there are more than 2 K blocks. Bits of positive floats are ordered
-    like the floats; with the id behind them no two are equal, and every device and compiler finds the same. Who looks
-    is the last axis of everything: there compilers for CPUs vectorise.
+    first. So no matrix of all pairs is made, where there are more than 2 K blocks; and without a compiler, which would
+    fuse what is between, `PIECE` agents look at a time. Bits of positive floats are ordered like the floats; with the
+    id behind them no two are equal, and every device and compiler finds the same. Who looks is the last axis of
+    everything: there compilers for CPUs vectorise.
 
     Args:
       x: `[B, A]` float32.
@@ -266,28 +269,39 @@ def nearest(x: Tensor, y: Tensor, alive: Tensor, num: int) -> tuple[Tensor, Tens
       ids `[B, A, K]` int64, and whether there is such an agent, `[B, A, K]` bool.
     """
     size = x.shape[-1]
+    count = torch.arange(size, dtype=torch.int32, device=x.device)
+    xs, ys = (torch.where(alive, f, math.inf) for f in (x, y))
+    if torch.compiler.is_compiling():
+        keys = _nearest_keys(xs, ys, x, y, count, num)
+    else:
+        pieces = zip(x.split(PIECE, -1), y.split(PIECE, -1), count.split(PIECE), strict=True)
+        keys = torch.cat([_nearest_keys(xs, ys, x_, y_, own, num) for x_, y_, own in pieces], -1)
+    there = keys < NOBODY
+    return torch.where(there, keys & 0xFFFFFFFF, 0).transpose(1, 2), there.transpose(1, 2)
+
+
+def _nearest_keys(xs: Tensor, ys: Tensor, x: Tensor, y: Tensor, own: Tensor, num: int) -> Tensor:
+    """`[B, K, P]` int64, for the P agents at `x` and `y` `[B, P]` whose ids are `own` `[P]`."""
+    size = xs.shape[-1]
     num_blocks = -(-size // BLOCK)
     count = torch.arange(size, dtype=torch.int32, device=x.device)
 
     def squared(ids: Tensor, x_: Tensor, y_: Tensor) -> Tensor:
-        return torch.where(ids == count, math.inf, _squared(x_ - x[:, None], y_ - y[:, None]))
+        return torch.where(ids == own, math.inf, _squared(x_ - x[:, None], y_ - y[:, None]))
 
-    xs, ys = (torch.where(alive, f, math.inf) for f in (x, y))
     if num_blocks <= 2 * num:
         ids = count[:, None]
-        found = squared(ids, xs[..., None], ys[..., None])  # [B, A, A]
+        found = squared(ids, xs[..., None], ys[..., None])  # [B, A, P]
     else:
         xs, ys = (pad(f, (0, num_blocks * BLOCK - size), value=math.inf) for f in (xs, ys))
         blocks = count[:num_blocks, None]
-        members = [squared(blocks * BLOCK + i, xs[:, i::BLOCK, None], ys[:, i::BLOCK, None]) for i in range(BLOCK)]
-        best = functools.reduce(torch.minimum, members)  # [B, A / BLOCK, A]
+        members = (squared(blocks * BLOCK + i, xs[:, i::BLOCK, None], ys[:, i::BLOCK, None]) for i in range(BLOCK))
+        best = functools.reduce(torch.minimum, members)  # [B, A / BLOCK, P]
         chosen = (_smallest(_keys(_root(best), blocks), num) & 0xFFFFFFFF).int()
-        ids = (chosen[:, None] * BLOCK + count[:BLOCK, None, None]).flatten(1, 2)  # [B, BLOCK K, A]
+        ids = (chosen[:, None] * BLOCK + count[:BLOCK, None, None]).flatten(1, 2)  # [B, BLOCK K, P]
         index = ids.flatten(1).long()
         found = squared(ids, *(f.gather(1, index).view(ids.shape) for f in (xs, ys)))
-    keys = _smallest(_keys(_root(found), ids), num)
-    there = keys < NOBODY
-    return torch.where(there, keys & 0xFFFFFFFF, 0).transpose(1, 2), there.transpose(1, 2)
+    return _smallest(_keys(_root(found), ids), num)
 
 
 def _keys(distance: Tensor, ids: Tensor) -> Tensor:
