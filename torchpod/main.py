@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from omegaconf import OmegaConf
 
@@ -200,7 +201,13 @@ def _check(rest: list[str]) -> int:
     parser.add_argument("--rtol", type=float, default=1e-5)
     parser.add_argument("--atol", type=float, default=1e-6)
     parser.add_argument("--compile", action="store_true", help="compare the compiled step")
+    parser.add_argument("--device", default="cpu", help="of the tensor environment: cpu, cuda or cuda:INDEX")
     options = parser.parse_intermixed_args(rest)
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"torchpod check: --device {options.device} is not there ({reason}); use cpu.") from None
     for each in options.arguments:
         if "=" not in each:
             raise ConfigError(f"torchpod check: {each} is no NAME=VALUE; use e.g. {each}=5.")
@@ -218,6 +225,7 @@ def _check(rest: list[str]) -> int:
         rtol=options.rtol,
         atol=options.atol,
         compile=options.compile,
+        device=options.device,
     )
     print(
         f"{options.env} does what {options.reference} does: {report.num_steps:,} steps, {report.num_episodes:,} "

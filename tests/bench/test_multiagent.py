@@ -57,7 +57,8 @@ class Reference:
 
     def step(self, action):
         observation, reward, *over = self.game.step(np.concatenate([action[g] for g in self.groups]))
-        return self.split(observation), self.split(reward), *over
+        told = {"alive": self.split(self.game.alive)} if hasattr(self.game, "alive") else {}
+        return self.split(observation), self.split(reward), *over, told
 
     def split(self, rows):
         first = next(iter(self.groups.values()))

@@ -76,9 +76,10 @@ class PlainRooms:
 
 
 class Pair(TensorEnv):
-    """Two groups, each agent with a counter of its own."""
+    """Two groups, each agent with a counter of its own; one with more than 4 leaves, if `leaves`."""
 
-    def __init__(self):
+    def __init__(self, leaves=False):
+        self.leaves = leaves
         action = MultiDiscrete((2, 3))
         groups = {"a": 3, "b": 1}
         self.spec = EnvSpec("pair", dict.fromkeys(groups, Array((2,))), dict.fromkeys(groups, action), 5, groups=groups)
@@ -94,16 +95,22 @@ class Pair(TensorEnv):
         seen = torch.stack([state, -state], -1)
         return {"a": seen[:, :3], "b": seen[:, 3:]}
 
+    def extras(self, state):
+        return {"alive": {"a": state[:, :3] <= 4, "b": state[:, 3:] <= 4}} if self.leaves else {}
+
 
 class PlainPair:
-    """The same; the third agent's second feature is wrong if its counter is above 4."""
+    """The same; the third agent's second feature is wrong if its counter is above 4. `tell` is what it returns more."""
 
-    def __init__(self, wrong=False):
-        self.wrong = wrong
+    def __init__(self, wrong=False, tell=None):
+        self.wrong, self.tell = wrong, tell
 
     def reset(self, state):
         self.sums = state.astype(np.float64)
-        return self.seen()
+        return self.seen() if self.tell is None else (self.seen(), self.told())
+
+    def told(self):
+        return {name: {"a": f(self.sums[:3]), "b": f(self.sums[3:])} for name, f in (self.tell or {}).items()}
 
     def seen(self):
         seen = np.stack([self.sums, -self.sums], -1)
@@ -117,7 +124,8 @@ class PlainPair:
         self.sums += gain
         self.count = getattr(self, "count", 0) + 1
         cut = self.count % 5 == 0
-        return self.seen(), {"a": gain[:3], "b": gain[3:]}, False, cut
+        result = self.seen(), {"a": gain[:3], "b": gain[3:]}, False, cut
+        return result if self.tell is None else (*result, self.told())
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -157,6 +165,39 @@ def test_agent_and_feature_are_named(seed):
         ConsistencyError, match=r"agent 2, feature 1: observation\['a'\] is -[\d.]+, the reference says"
     ):
         check_consistency(Pair(), PlainPair(wrong=True), seed=seed)
+
+
+def here(sums):
+    return sums <= 4
+
+
+@pytest.mark.parametrize("tell", [{"alive": here}, {"discount": here}, {"discount": here, "alive": here}])
+def test_who_leaves_and_what_discounts_are_is_compared(tell, seed):
+    check_consistency(Pair(leaves=True), PlainPair(tell=tell), seed=seed)
+    wrong = {name: lambda sums: sums > -1 for name in tell}
+    with pytest.raises(ConsistencyError, match=r"agent \d: (alive|discount)\['[ab]'\] is 0, the reference says 1"):
+        check_consistency(Pair(leaves=True), PlainPair(tell=wrong), seed=seed)
+
+
+def test_discounts_are_one_until_the_end_unless_the_reference_says_otherwise(seed):
+    with pytest.raises(ConsistencyError, match=r"discount\['[ab]'\] is 0, .*; where agents leave, .* one value more\."):
+        check_consistency(Pair(leaves=True), PlainPair(), seed=seed)
+
+    class Fades(Lift):
+        def step(self, state, action, keys):
+            state, timestep = super().step(state, action, keys)
+            return state, timestep._replace(discount=timestep.discount * (timestep.observation["floor"][:, 0] != 5))
+
+    class PlainOuter(PlainLift):
+        def reset(self, state):
+            return super().reset(state[0])
+
+    with pytest.raises(ConsistencyError, match="environment 0: discount is 0, the reference says 1"):
+        check_consistency(Fades(), PlainOuter(), num_envs=1, num_steps=1000, seed=seed)
+    with pytest.raises(ConsistencyError, match=r"nothing came, the reference has alive\['a'\], alive\['b'\]\."):
+        check_consistency(Pair(), PlainPair(tell={"alive": here}), seed=seed)
+    with pytest.raises(ValueError, match="use a dict of alive and discount alone"):
+        check_consistency(Pair(), PlainPair(tell={"discounts": here}), seed=seed)
 
 
 def test_tolerances_say_what_a_difference_is(seed):
@@ -201,3 +242,6 @@ def test_the_command_line_compares_two_classes(capsys):
     assert main(["check", f"{file}:Lift", "--steps", "20", f"{file}:PlainLift", "--seed", "1", "top=7"]) == 0
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "tops=7"]) == 1
     assert "Lift takes no argument tops; did you mean top?" in capsys.readouterr().err
+    assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "cpu", "--steps", "20"]) == 0
+    assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "meat"]) == 1
+    assert "torchpod check: --device meat is not there (" in capsys.readouterr().err

@@ -14,6 +14,13 @@ Write the rules a second time, for one environment, with loops and `if`, and let
 Observations and actions are NumPy arrays, lists or numbers without the axis B; with groups of agents they, and rewards,
 are dicts by group with arrays `[N, ...]`. Where the tensor environment draws random numbers within a step, write
 `step(self, action, key)`: `key` `[3]` is the row's, and `torchpod.random` draws the same numbers from it.
+
+Discounts are to be 0 where the episode terminates, else 1. Where agents can leave before the others, or discounts are
+others, `reset` and `step` return one value more, a dict like Gymnasium's `info`, with any of these:
+
+    {"alive": {group: [N]}, "discount": {group: [N]}}  # who is in the game, as in TimeStep.extras; what takes effect
+
+Of who is not alive the discount is to be 0, unless the dict has discounts.
 """
 
 import copy
@@ -33,6 +40,9 @@ from torchpod.specs import EnvSpec
 from torchpod.testing.contract import named_leaves
 from torchpod.types import FIRST, LAST, TimeStep, Tree
 
+UNSAID = "; where agents leave, or discounts are others, let it return them as one value more"
+"""How to repair a discount of which the reference has told nothing."""
+
 
 class ConsistencyError(ValueError):
     """A tensor environment and its reference differ; the message says where first."""
@@ -46,7 +56,7 @@ class Report(NamedTuple):
     num_episodes: int
     """That ended."""
     largest: float
-    """The largest absolute difference of observations and rewards."""
+    """The largest absolute difference of observations, rewards and discounts."""
 
 
 def check_consistency(
@@ -61,7 +71,7 @@ def check_consistency(
     compile: bool = False,
     device: torch.device | str = "cpu",
 ) -> Report:
-    """Plays both with the same random actions and compares observations, rewards and ends.
+    """Plays both with the same random actions and compares observations, rewards, discounts and ends.
 
     Args:
       env: a tensor environment.
@@ -69,7 +79,7 @@ def check_consistency(
       num_envs: B.
       num_steps: how long to play; by default past the time limit twice, at most 1000.
       seed: of starts and actions.
-      rtol: relative tolerance of observations and rewards: |a - b| <= atol + rtol |b|.
+      rtol: relative tolerance of observations, rewards and discounts: |a - b| <= atol + rtol |b|.
       atol: absolute tolerance.
       compile: compare the compiled step.
       device: of the tensor environment.
@@ -117,24 +127,47 @@ class _Row:
         """An episode starts."""
         self._began = step
         self._exactly(step, "step type", int(timestep.step_type[self._index]), FIRST)
-        self._compare(step, "observation", self._of(timestep.observation), self._reference.reset(self._of(state)))
+        result = self._reference.reset(self._of(state))
+        informed = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+        observation, told = result if informed else (result, None)
+        self._compare(step, "observation", self._of(timestep.observation), observation)
+        expected = self._discounts(step, timestep, False, told)
+        self._compare(step, "discount", self._of(timestep.discount), expected, "" if told else UNSAID)
 
     def follow(self, step: int, action: Tree, keys: Tensor, timestep: TimeStep) -> None:
         """A transition."""
         self.num_steps += 1
         arguments = (self._of(action), keys[self._index].cpu()) if self._takes_key else (self._of(action),)
         result = self._reference.step(*arguments)
-        if not (isinstance(result, tuple) and len(result) == 4):
-            raise ValueError("step() of the reference must return (observation, reward, terminated, truncated).")
-        observation, reward, terminated, truncated = result
+        if not (isinstance(result, tuple) and len(result) in (4, 5)):
+            raise ValueError(
+                "step() of the reference must return (observation, reward, terminated, truncated[, info])."
+            )
+        observation, reward, terminated, truncated, told = (*result, None)[:5]
         self._compare(step, "observation", self._of(timestep.observation), observation)
         self._compare(step, "reward", self._of(timestep.reward), reward)
-        last = bool(timestep.step_type[self._index] == LAST)
-        discounts = pytree.tree_leaves(self._of(timestep.discount))
-        ended = last and all((x == 0).all() for x in discounts)
-        self._exactly(step, "terminated", ended, bool(terminated))
-        self._exactly(step, "truncated", last and not ended, bool(truncated) and not terminated)
+        last, came = bool(timestep.step_type[self._index] == LAST), self._of(timestep.discount)
+        expected = self._discounts(step, timestep, bool(terminated), told)
+        ended = last and _all_zero(came)
+        ends = bool(terminated or (truncated and _all_zero(expected)))  # where nobody is left, both ends are alike
+        self._exactly(step, "terminated", ended, ends)
+        self._exactly(step, "truncated", last and not ended, bool(truncated) and not ends)
+        self._compare(step, "discount", came, expected, "" if told else UNSAID)
         self.num_episodes += last
+
+    def _discounts(self, step: int, timestep: TimeStep, terminated: bool, told: dict[str, Tree] | None) -> Tree:
+        """What is expected, by what the reference has `told`; who is alive is compared here."""
+        told = told or {}
+        if not (isinstance(told, dict) and set(told) <= {"alive", "discount"}):
+            raise ValueError(
+                f"the reference returned {told!r} as its last value; use a dict of alive and discount alone."
+            )
+        discount = pytree.tree_map(lambda x: np.full_like(x, 0.0 if terminated else 1.0), self._of(timestep.discount))
+        if "alive" in told:
+            alive = self._of(timestep.extras.get("alive", {}))
+            self._compare(step, "alive", alive, told["alive"])
+            discount = pytree.tree_map(np.multiply, discount, alive)
+        return told.get("discount", discount)
 
     def _of(self, tree: Tree) -> Tree:
         """Arrays of this environment, which nobody else writes to."""
@@ -144,12 +177,12 @@ class _Row:
         if came != expected:
             raise ConsistencyError(f"{self._where(step)}: {what} is {came}, the reference says {expected}.")
 
-    def _compare(self, step: int, what: str, came: Tree, expected: Tree) -> None:
+    def _compare(self, step: int, what: str, came: Tree, expected: Tree, repair: str = "") -> None:
         leaves, others = named_leaves(came, what), dict(_entries(expected, what))
         names = [name for name, _ in leaves]
         if set(names) != set(others):
             raise ConsistencyError(
-                f"{self._where(step)}: {', '.join(names)} came, the reference has {', '.join(others)}."
+                f"{self._where(step)}: {', '.join(names) or 'nothing'} came, the reference has {', '.join(others)}."
             )
         for name, a in leaves:
             b = np.asarray(others[name])
@@ -164,13 +197,18 @@ class _Row:
                 index = tuple(int(i) for i in np.argwhere(wrong)[0])
                 raise ConsistencyError(
                     f"{self._where(step)}{_place(self._spec, index)}: {name} is {a[index]:.9g}, the reference says "
-                    f"{b[index]:.9g} (rtol={self._rtol:g}, atol={self._atol:g}; {wrong.sum()} of {wrong.size} differ)."
+                    f"{b[index]:.9g} (rtol={self._rtol:g}, atol={self._atol:g}; {wrong.sum()} of {wrong.size} differ)"
+                    f"{repair}."
                 )
             self.largest = max(self.largest, float(error.max(initial=0.0)))
 
     def _where(self, step: int) -> str:
         place = f"step {step - self._began} of an episode (step {step} in all), environment {self._index}"
         return f"{self._spec.name} at {place}"
+
+
+def _all_zero(tree: Tree) -> bool:
+    return all((np.asarray(x) == 0).all() for _, x in _entries(tree, ""))
 
 
 def _entries(tree: Any, name: str) -> list[tuple[str, Any]]:

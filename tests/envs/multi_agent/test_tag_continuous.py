@@ -87,13 +87,15 @@ class Oracle:
         if self.time == self.max_episode_steps:
             for i in range(self.num_taggers, self.size):
                 rewards[i] += self.end_of_game_reward_for_runner if self.alive[i] else 0.0
-        return observation, self.grouped(rewards), not any(left), self.time == self.max_episode_steps
+        discount = np.array(self.alive) * float(any(left))  # nobody left: terminated
+        told = {"alive": self.split(self.alive), "discount": self.split(discount)}
+        return observation, self.split(rewards), not any(left), self.time == self.max_episode_steps, told
 
     def distance(self, i, j):
         dx, dy = self.x[j] - self.x[i], self.y[j] - self.y[i]
         return np.sqrt(dx * dx + dy * dy)
 
-    def grouped(self, rows):
+    def split(self, rows):
         rows = np.array(rows, dtype=np.float64)
         return {"tagger": rows[: self.num_taggers], "runner": rows[self.num_taggers :]}
 
@@ -108,7 +110,7 @@ class Oracle:
         ]
 
     def observe(self):
-        return self.grouped([self.full(i) if self.use_full_observation else self.partial(i) for i in range(self.size)])
+        return self.split([self.full(i) if self.use_full_observation else self.partial(i) for i in range(self.size)])
 
     def full(self, i):
         others = [j for j in range(self.size) if j != i]
