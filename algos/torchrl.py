@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchpod.agent import Agent
 from torchpod.algos.multi_agent import MASK, Policies
+from torchpod.interop.unfit import for_actions
 from torchpod.nets import MLP
 from torchpod.nets.nets import STATE
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
@@ -94,19 +95,27 @@ class _Builder:
     @property
     def num_actions(self) -> int:
         if not isinstance(self.spec.action, Discrete):
-            raise ValueError(
-                f"{self.config.loss} is for discrete actions, and {self.spec.name} has {self.spec.action}."
-            )
+            raise ValueError(f"{self.config.loss} is for discrete actions, and {self._has_actions}.")
         return self.spec.action.num_values
 
     @property
     def box(self) -> Box:
         box = self.spec.action
         if not isinstance(box, Box) or len(box.shape) != 1:
-            raise ValueError(f"{self.config.loss} is for actions of shape [A], and {self.spec.name} has {box}.")
+            raise ValueError(f"{self.config.loss} is for actions of shape [A], and {self._has_actions}.")
         if not (math.isfinite(box.low) and math.isfinite(box.high)):
-            raise ValueError(f"{self.config.loss} needs bounds of the actions, and {self.spec.name} has {box}.")
+            raise ValueError(
+                f"{self.config.loss} needs bounds of the actions, and {self.spec.name} has {box}; give the environment "
+                "finite low and high."
+            )
         return box
+
+    @property
+    def _has_actions(self) -> str:
+        """What is told where a loss is for others."""
+        action, other = self.spec.action, for_actions(self.config.loss, self.spec.action)
+        repair = "build actor and loss yourself (docs/torchrl-losses.md)"
+        return f"{self.spec.name} has {action}; {repair if other == self.config.loss else f'use loss={other}'}"
 
     def net(self, out_features: int, extra: tuple[tuple[int, ...], ...] = ()) -> nn.Module:
         """Of an observation, and of tensors of `extra` shapes beside it, to `[..., out_features]`."""

@@ -104,6 +104,16 @@ def test_wrong_variables_are_named():
         policy_module(agent, made(agent))
 
 
+def test_observations_of_another_name_or_shape_are_refused():
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,)))
+    module = policy_module(agent, made(agent))
+    with pytest.raises(ValueError, match=r"the policy reads 'observation', and the TensorDict has \['pixels'\]; name"):
+        module(TensorDict({"pixels": torch.zeros(3, 4)}, [3]))
+    told = r"'observation' of shape \[7\] per row: its Linear\(in_features=4, .* takes 4 numbers and gets 7; give it"
+    with pytest.raises(ValueError, match=told):
+        module(TensorDict({"observation": torch.zeros(3, 7)}, [3]))
+
+
 LOADED = """
 import sys
 sys.modules["torchpod"] = None  # an import of it fails

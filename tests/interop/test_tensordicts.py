@@ -1,5 +1,7 @@
 """Trajectories with TorchRL's keys: nothing is lost, and TorchRL reads them as we do."""
 
+import re
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -138,3 +140,21 @@ def test_a_name_that_is_taken_is_refused(seed):
         output = trajectory.output._replace(extras={**extras, name: extras["memory"]})
         with pytest.raises(ValueError, match=f"the agent's extras\\['{name}'\\] has the name of a key of TorchRL"):
             to_tensordict(trajectory._replace(output=output))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda steps: steps.exclude("step_type"), "part 1 has no 'step_type' of shape [B, T, ...], but ['reward', "),
+        (lambda steps: steps.exclude("action"), "part 1 has no 'action' of shape [B, T, ...]"),
+        (lambda steps: steps.exclude("next"), "part 1 has no ('next', 'step_type') of shape [B, T, ...]"),
+        (
+            lambda steps: steps.set("reward", steps["discount"]),
+            "'reward' has shape [16, 64], and must have [B, T, ..., 1]",
+        ),
+    ],
+)
+def test_what_is_no_trajectory_is_refused(seed, change, told):
+    steps = to_tensordict(collect(PPO(CartPole().spec, PPOConfig(hidden=(8,))), CartPole(), seed))
+    with pytest.raises(ValueError, match=re.escape(told)):
+        to_trajectory([steps, change(steps.clone(recurse=False))])

@@ -1,12 +1,14 @@
 """A trained policy on its own: as a `TensorDictModule`, and as a plain module that `torch.export` takes whole."""
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchpod.agent import Agent, Variables, bind
+from torchpod.interop.unfit import Watched, misread
 from torchpod.types import FIRST, MID, TimeStep, Tree
 
 if TYPE_CHECKING:
@@ -79,13 +81,25 @@ def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
         other = sorted(known ^ set(variables))
         raise ValueError(f"the variables are not those of {type(agent).__name__}: {other[0]} is in one of them alone.")
     greedy = Greedy(agent, variables)
-    if not greedy.has_state:
-        return TensorDictModule(_Flat(greedy), in_keys=["observation"], out_keys=["action"])
-    if not isinstance(greedy.initial_state(1), Tensor):
-        raise ValueError(f"the recurrent state of {type(agent).__name__} is a tree; policy_module needs one tensor.")
-    return TensorDictModule(
-        _Flat(greedy), in_keys=["observation", "is_init", "state"], out_keys=["action", ("next", "state")]
-    )
+    in_keys: list[Any] = ["observation"]
+    out_keys: list[Any] = ["action"]
+    if greedy.has_state:
+        if not isinstance(greedy.initial_state(1), Tensor):
+            raise ValueError(
+                f"the recurrent state of {type(agent).__name__} is a tree; policy_module needs one tensor."
+            )
+        in_keys, out_keys = [*in_keys, "is_init", "state"], [*out_keys, ("next", "state")]
+    module = TensorDictModule(_Flat(greedy), in_keys=in_keys, out_keys=out_keys)
+    module.register_forward_pre_hook(_check_keys)
+    return module
+
+
+def _check_keys(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """That what it gets, if that is a TensorDict, has what it reads."""
+    if args and hasattr(args[0], "batch_dims"):
+        told = misread("the policy", cast(Any, module).in_keys, args[0], "the TensorDict")
+        if told:
+            raise ValueError(told)
 
 
 class _Flat(nn.Module):
@@ -98,6 +112,14 @@ class _Flat(nn.Module):
     @torch.no_grad()
     def forward(self, observation: Any, is_init: Tensor | None = None, state: Tensor | None = None) -> Any:
         observation = observation.to_dict() if hasattr(observation, "to_dict") else observation
-        if is_init is None or state is None:
-            return self.greedy(observation)
-        return self.greedy(observation, is_init.reshape(-1), state)
+        rest = () if is_init is None or state is None else (is_init.reshape(-1), state)
+        try:
+            return self.greedy(observation, *rest)
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError), Watched({"the policy": self.greedy}) as watched:
+                self.greedy(observation, *rest)
+            shapes = pytree.tree_map(lambda x: list(x.shape[1:]), observation)
+            raise ValueError(
+                f"the policy cannot use 'observation' of shape {shapes} per row: its {watched.layer() or error}; give "
+                "it observations of the environment that it was trained in."
+            ) from error

@@ -87,8 +87,13 @@ def to_trajectory(
       actor_state: recurrent state before the first step, `[B_0 + B_1 + ..., ...]`.
       last_actor_state: the same after the last.
       device: of the trajectory; that of the first part if None.
+
+    Raises:
+      ValueError: if a part has not the keys of `to_tensordict`, or a column is not `[..., 1]`; the message names it.
     """
     trees = [part.to_dict() for part in parts]
+    for i, tree in enumerate(trees):
+        _check_keys(i, tree)
     nexts = [tree.pop("next") for tree in trees]
 
     def joined(name: str) -> Tree:
@@ -110,6 +115,20 @@ def to_trajectory(
     return Trajectory(timestep, ActorOutput(rest.pop("action"), rest), actor_state, last_actor_state)
 
 
+def _check_keys(i: int, tree: dict[str, Tree]) -> None:
+    """That part `i` is one of `to_tensordict`."""
+    following = tree.get("next", {})
+    needed = [name for name in TimeStep._fields if name != "extras"]
+    missing = [("next", name) for name in needed if name not in following]
+    missing = [name for name in (*needed, "action") if name not in tree] + missing
+    if missing:
+        found = [*(name for name in tree if name != "next"), *(("next", name) for name in following)]
+        raise ValueError(
+            f"part {i} has no {missing[0]!r} of shape [B, T, ...], but {found}; to_trajectory takes all keys that "
+            "to_tensordict makes of a trajectory, not those of TorchRL's own rollouts."
+        )
+
+
 def _map(name: str, cut: Callable[[Tensor], Tensor], value: Tree) -> Tree:
     """`[B, T, ...]` of `[T, B, ...]`, cut in time."""
     column = name in _COLUMNS or name in _DERIVED
@@ -124,6 +143,9 @@ def _map(name: str, cut: Callable[[Tensor], Tensor], value: Tree) -> Tree:
 def _join(name: str, device: torch.device | None, parts: Sequence[Tensor], nexts: Sequence[Tensor] = ()) -> Tensor:
     """`[T, B, ...]` of parts `[B_k, T, ...]`, or `[T + 1, B, ...]` with the last one of the next ones."""
     if name in _COLUMNS:
+        for x in (*parts, *nexts):
+            if x.ndim < 3 or x.shape[-1] != 1:
+                raise ValueError(f"{name!r} has shape {list(x.shape)}, and must have [B, T, ..., 1]; unsqueeze(-1) it.")
         parts, nexts = [x.squeeze(-1) for x in parts], [x.squeeze(-1) for x in nexts]
     if len(parts) == 1 and device in (None, parts[0].device):
         if not nexts:

@@ -31,6 +31,7 @@ from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
+from torchpod.interop.unfit import Watched, for_actions, misread, miswritten, shapes_of
 from torchpod.ops.exploration import falling
 from torchpod.ops.returns import gae
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
@@ -193,26 +194,17 @@ class LossAgent(Agent):
         )
         data = TensorDict({"observation": zeros}, batch_size=[rows])
         known = set(data.keys(True, True))
-        for key in actor.in_keys:
-            if key not in known:
-                raise ValueError(f"the actor reads {key!r}, and {self._spec.name} has {sorted(map(str, known))}.")
         keys = random.split(random.key(0), rows)
         exploring = set_exploration_type(ExplorationType.RANDOM)
         with torch.no_grad(), TORCHRL, exploring, Keyed(keys), NothingElseDraws():
             out = self._called("the actor", actor, data)
         action = out.get("action", None)
         if action is None:
-            raise ValueError(f"the actor must write 'action'; it writes {sorted(map(str, out.keys(True, True)))}.")
-        expected = torch.Size([rows, *self._spec.action.shape])
-        one_hot = isinstance(self._spec.action, Discrete) and action.shape == (rows, self._spec.action.num_values)
-        if action.shape != expected and not one_hot:
             raise ValueError(
-                f"the actor's action has shape {tuple(action.shape[1:])}, and {self._spec.name} takes "
-                f"{tuple(expected[1:])} ({self._spec.action})."
+                f"the actor must write 'action' with shape {list(self._spec.action.shape)} per row, and writes "
+                f"{sorted(map(str, set(out.keys(True, True)) - known))}; make it a ProbabilisticActor or a QValueActor."
             )
-        if not one_hot and isinstance(self._spec.action, Discrete | MultiDiscrete) == action.is_floating_point():
-            raise ValueError(f"the actor's action is {action.dtype}, and {self._spec.name} takes {self._spec.action}.")
-        self._one_hot = action.dtype if one_hot else None
+        self._check_action(actor, action, data)
         wanted = set(getattr(loss, "in_keys", ()))
         written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {"action"}
         self._extras = tuple(sorted(wanted & written))
@@ -235,43 +227,90 @@ class LossAgent(Agent):
         extras = {name: out.get(name) for name in self._extras}
         return data.update(TensorDict({"action": action, **extras, **columns}, batch_size=[rows]))
 
-    def _check_value(self, critic: nn.Module, loss: LossModule, example: TensorDict) -> None:
-        with torch.no_grad():
-            out = self._called(f"the critic of {self._name}", critic, example.select("observation"))
-        key = cast(Any, loss.tensor_keys).value
-        value = out.get(key, None)
-        if value is None or value.shape != (example.shape[0], 1):
-            found = "does not" if value is None else f"writes it with shape {list(value.shape[1:])}"
-            raise ValueError(f"the critic of {self._name} must write {key!r} with shape [1] per row; it {found}.")
+    def _check_action(self, actor: TensorDictModuleBase, action: Tensor, data: TensorDict) -> None:
+        """Shape and type of drawn actions `[rows, ...]`, and how many values the actor chooses among."""
+        space, rows = self._spec.action, action.shape[0]
+        chooses = isinstance(space, Discrete | MultiDiscrete)
+        one_hot = isinstance(space, Discrete) and action.shape == (rows, space.num_values)
+        one_hot = one_hot and bool((action != 0).sum(-1).eq(1).all() and action.sum(-1).eq(1).all())
+        self._one_hot = action.dtype if one_hot else None
+        if not one_hot and (action.shape[1:] != space.shape or chooses == action.is_floating_point()):
+            repair = (
+                f"change its last layer so that its action, and loc and scale if any, are {list(space.shape)} per row"
+            )
+            if chooses == action.is_floating_point():
+                repair = f"use an actor with a {'Categorical' if chooses else 'TanhNormal'} distribution"
+                other = self._name if self._on_policy else for_actions(self._name, space)
+                repair += f", and {other} in place of {self._name}" if other != self._name else ""
+            found = f"{str(action.dtype).removeprefix('torch.')} {list(action.shape[1:])} per row"
+            takes = f"{self._spec.name} takes {list(space.shape)} ({space})"
+            raise ValueError(f"the actor's action is {found}, and {takes}; {repair}.")
+        if isinstance(space, Discrete) and hasattr(actor, "get_dist"):
+            with torch.no_grad():
+                logits = getattr(cast(Any, actor).get_dist(data.clone()), "logits", None)
+            what = f"an actor for {self._spec.name}, which takes {space},"
+            if logits is not None:
+                told = miswritten(what, "logits", space.num_values, {"logits": list(logits.shape[1:])})
+                if told:
+                    raise ValueError(told)
 
-    def _called(self, what: str, module: nn.Module, data: TensorDict) -> TensorDict:
+    def _check_value(self, critic: TensorDictModuleBase, loss: LossModule, example: TensorDict) -> None:
+        what = f"the critic of {self._name}"
+        with torch.no_grad():
+            out = self._called(what, critic, example.select("observation"))
+        if told := miswritten(what, cast(Any, loss.tensor_keys).value, 1, shapes_of(out, critic.out_keys)):
+            raise ValueError(told)
+
+    def _called(self, what: str, module: TensorDictModuleBase, data: TensorDict) -> TensorDict:
+        watched = Watched({what: module})
         try:
-            return module(data.clone())
+            with watched:
+                return module(data.clone())
         except (NotImplementedError, ValueError):
             raise
         except Exception as error:
-            shapes = {_dotted(key): list(x.shape[1:]) for key, x in data.items(True, True)}
-            told = str(error).strip().split("\n")[0]
-            raise ValueError(f"{what} cannot use what {self._spec.name} gives, {shapes} per row: {told}") from error
+            raise ValueError(self._why(watched, {what: module}, what, data, error)) from error
+
+    def _why(
+        self,
+        watched: Watched,
+        networks: Mapping[str, TensorDictModuleBase],
+        what: str,
+        data: TensorDict,
+        error: Exception,
+    ) -> str:
+        """Why networks cannot use what they are given."""
+        whose = f"what {self._spec.name} gives"
+        for name, net in networks.items():
+            if told := misread(name, net.in_keys, data, whose):
+                return told
+        if (name := watched.network) and (layer := watched.layer()):
+            read = shapes_of(data, networks[name].in_keys)
+            return f"{name} cannot use {whose}, {read} per row: its {layer}; build it for that."
+        told = str(error).strip().split("\n")[0] or type(error).__name__
+        return f"{what} cannot use {whose}, {shapes_of(data)} per row: {told}"
 
     def _check_loss(self, loss: LossModule, example: TensorDict) -> None:
         """Runs the loss once: whether it can use what it will get, and so that it makes all that it makes lazily."""
         data, rows = self._renamed(example, loss.tensor_keys), example.shape[0]
         owners = [loss, *(child for child in loss.children() if isinstance(child, ValueNorm))]
         before = [{name: x.clone() for name, x in owner._buffers.items() if x is not None} for owner in owners]
+        found = {name: net for name, net in loss.__dict__.items() if isinstance(net, TensorDictModuleBase)}
+        networks = {f"{name} of {self._name}": net for name, net in found.items()}
+        watched = Watched(networks)
         try:
-            with Keyed(random.key(0)), NothingElseDraws():
+            with Keyed(random.key(0)), NothingElseDraws(), watched:
                 out = loss(data.clone())
             for owner, own in zip(owners, before, strict=True):  # an adaptive coefficient has moved
                 owner._buffers |= own
         except Exception as error:
             if isinstance(error, NotImplementedError) and str(error):
                 raise
-            told = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ValueError(
-                f"{self._name} cannot use what {self._spec.name} and its actor give, "
-                f"{ {_dotted(k): list(x.shape[1:]) for k, x in data.items(True, True)} } per row: {told}"
-            ) from error
+            told = watched.layer() is None and self._misvalued(loss, watched, networks, every=True)
+            told = told or self._why(watched, networks, self._name, data, error)
+            raise ValueError(told) from error
+        if told := self._misvalued(loss, watched, networks, every=False):
+            raise ValueError(told)
         terms = {name: x for name, x in out.items() if isinstance(name, str) and name.startswith("loss")}
         if not terms:
             raise ValueError(
@@ -283,6 +322,27 @@ class LossAgent(Agent):
                     f"{name} of {self._name} has shape {list(x.shape)} with reduction='none' and {rows} rows; a loss "
                     f"must say what each row costs, [..., {rows}] or [{rows}, 1], to mask resets."
                 )
+
+    def _misvalued(
+        self, loss: LossModule, watched: Watched, networks: Mapping[str, TensorDictModuleBase], *, every: bool
+    ) -> str | None:
+        """A sentence if networks of values did not write what the loss reads; `every`: not only values of choices."""
+        keys, action = cast(Any, loss.tensor_keys), self._spec.action
+        reads = getattr(keys, "action", "action")
+        names = [name for name in ("state_action_value", "action_value", "value") if hasattr(keys, name)]
+        for name, net in networks.items():
+            if "value_network" not in name or name not in watched.wrote or not names:
+                continue
+            of_states = name.startswith("value_network") and f"q{name}" in networks
+            field = "value" if of_states else names[0]
+            of_choices = field == "action_value" or (field == "state_action_value" and reads not in net.in_keys)
+            if of_choices:
+                size = action.num_values if isinstance(action, Discrete) else None
+            else:
+                size = None if self._name == "TQCLoss" else 1  # quantiles, any number
+            if (every or of_choices) and (told := miswritten(name, getattr(keys, field), size, watched.wrote[name])):
+                return told
+        return None
 
     def _check_gradient(self, example: TensorDict) -> None:
         """Takes the gradient of the loss as a pure function: whether it is one."""
@@ -438,10 +498,6 @@ def _of_rows_that_count(x: Tensor, weight: Tensor) -> Tensor:
 def _has_rows(x: Tensor, size: int) -> bool:
     """Whether it says something of each row: `[..., R]`, the first axes those of an ensemble, or `[R, 1]`."""
     return x.ndim > 0 and (x.shape[-1] == size or x.shape == (size, 1))
-
-
-def _dotted(key: Any) -> str:
-    return key if isinstance(key, str) else ".".join(key)
 
 
 def _register(module: nn.Module, name: str, x: Tensor) -> None:
