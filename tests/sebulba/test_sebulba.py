@@ -1,6 +1,7 @@
 """Sebulba against Anakin, against itself, and against environments that misbehave."""
 
 import copy
+import itertools
 import random as python_random
 import threading
 import time
@@ -20,13 +21,14 @@ from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.compile import Compiler
-from torchpod.env import HostEnv
+from torchpod.env import HostEnv, make_timestep
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.sebulba.program import Program
 from torchpod.sebulba.transfer import Port
+from torchpod.specs import HOST, Array, Discrete, EnvSpec
 from torchpod.types import FIRST, LAST
 
 T, B = 8, 4
@@ -236,6 +238,68 @@ def test_two_pools_of_one_actor_act_as_two_actors_do(seed, lag, make_env):
         ends.append(run(sebulba, sebulba.init(seed))[0])
     assert_equal(ends[1], ends[0])
     assert_equal(ends[2], ends[0])
+
+
+class Apart:
+    """Of one endless episode, stepped between `send` and `recv`; every observation is the number of the pool."""
+
+    spec, traits = EnvSpec("apart", observation=Array((1,)), action=Discrete(2)), HOST
+
+    def __init__(self, happened):
+        self.happened, self.number = happened, itertools.count()
+
+    def init(self, keys):
+        self.number, self.size = next(self.number), keys.shape[0]  # the counter is of all copies
+        return None, self.timestep(torch.ones(self.size, dtype=torch.bool))
+
+    def step(self, state, action, keys):
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action):
+        self.happened.append(("send", self.number))
+
+    def recv(self):
+        self.happened.append(("recv", self.number))
+        return self.timestep(torch.zeros(self.size, dtype=torch.bool))
+
+    def timestep(self, reset):
+        no = torch.zeros_like(reset)
+        observation = torch.full((self.size, 1), float(self.number))
+        return make_timestep(observation, torch.ones(self.size), reset=reset, terminated=no, truncated=no)
+
+
+@pytest.mark.parametrize("num_pools", [1, 2, 4])
+def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypatch, num_pools):
+    happened, act = [], PPO.act
+
+    def decides(agent, timestep, *args):
+        happened.append(("act", int(timestep.observation[0, 0])))
+        return act(agent, timestep, *args)
+
+    config = SebulbaConfig(num_actor_threads=1, pools_per_actor=num_pools, lag=0)
+    sebulba = make(config, env=Apart(happened), iterations=3)
+    state = sebulba.init(seed)
+    monkeypatch.setattr(PPO, "act", decides)
+    program = Program(sebulba, state)
+    happened.clear()  # what was done to compile
+    program.begin()
+    try:
+        for _ in range(3):
+            program()
+    finally:
+        program.close()
+    under_way, others = set(), []
+    for what, pool in happened[: 3 * 3 * num_pools * T]:  # of three unrolls
+        if what == "act":
+            others.append(len(under_way))
+            assert pool not in under_way
+        elif what == "send":
+            under_way.add(pool)
+        else:
+            under_way.remove(pool)
+    first = list(range(num_pools))  # of an unroll
+    assert others == 3 * (first + (T - 1) * num_pools * [num_pools - 1])
 
 
 @pytest.mark.parametrize("refresh", ["unroll", "step"])
