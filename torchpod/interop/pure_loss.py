@@ -46,8 +46,8 @@ class PureLoss:
     """Coefficients, what else of its networks is not learned, and running statistics of values, scalars `[]`."""
     delayed: tuple[str, ...]
     """The networks that it has targets for."""
-    has_statistics: bool
-    """Whether it has running statistics of value targets."""
+    mixes_rows: bool
+    """Whether all rows together change something: adaptive coefficients, or running statistics of value targets."""
 
     def __init__(self, loss: LossModule, adaptive: Sequence[str] = ()) -> None:
         self.loss, self._adaptive = loss, tuple(adaptive)
@@ -90,7 +90,7 @@ class PureLoss:
             if x.numel() != 1:
                 raise ValueError(f"{name} of {type(loss).__name__} has shape {list(x.shape)}; make it with shape=1.")
             self.buffers[name] = x.reshape(())
-        self.has_statistics = bool(running)
+        self.mixes_rows = bool(running) or bool(self._adaptive)
 
     def names_in(self, module: nn.Module, what: str) -> dict[str, str]:
         """For each parameter and buffer of a network, or of something around it, its name here.

@@ -8,7 +8,8 @@ TensorDict with TorchRL's keys: `observation`, `action`, what the actor wrote be
   (ops/returns.py, computed once per trajectory): TorchRL's estimators do not compile, and know nothing of resets;
 - all others: `("next", "observation")`, `("next", "reward")`, `("next", "done")` and `("next", "terminated")`.
 
-A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets.
+A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets. Where a loss
+keeps something of all rows (an adaptive coefficient, running statistics), copies of others are in the place of resets.
 """
 
 import inspect
@@ -436,8 +437,8 @@ class LossAgent(Agent):
         if self._one_hot is not None:
             index = torch.arange(self._spec.action.num_values, device=weight.device)
             steps["action"] = (steps["action"].unsqueeze(-1) == index).to(self._one_hot)
-        if self._pure.has_statistics:
-            steps["value_target"] = _of_rows_that_count(steps["value_target"], weight)
+        if self._pure.mixes_rows:
+            steps = _of_rows_that_count(steps, weight)
         columns = {name: steps[name].unsqueeze(-1) for name in _COLUMNS if name in steps}
         if "next" in steps:
             following = steps["next"]
@@ -486,13 +487,14 @@ _EXAMPLE_ROWS = 13
 """A number that no axis of a network has by accident."""
 
 
-def _of_rows_that_count(x: Tensor, weight: Tensor) -> Tensor:
-    """Rows `[R]`; those of weight 0 become copies of others, of each as many up to one: statistics are of those."""
+def _of_rows_that_count(steps: Tree, weight: Tensor) -> Tree:
+    """Rows `[R, ...]`; those of weight 0 become copies of others, of each as many up to one."""
     counts = weight > 0
     order = counts.to(torch.uint8).argsort(descending=True, stable=True)  # those that count, then the others
     copies = (~counts).cumsum(0) - 1
-    source = copies.clamp(min=0) * counts.sum() // (~counts).sum().clamp(min=1)
-    return torch.where(counts, x, x[order[source]])
+    source = order[copies.clamp(min=0) * counts.sum() // (~counts).sum().clamp(min=1)]
+    index = torch.where(counts, torch.arange(len(weight), device=weight.device), source)
+    return pytree.tree_map(lambda x: x[index], steps)
 
 
 def _has_rows(x: Tensor, size: int) -> bool:
