@@ -6,7 +6,6 @@ Discrete, multi-discrete and continuous actions, MLP or CNN, with a GRU, an LSTM
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchpod.agent import Agent
-from torchpod.nets import CELLS, CNN, Encoder, ObservationNormalizer, RunningMoments, make_head, make_torso, orthogonal
+from torchpod.nets import CELLS, Encoder, ObservationNormalizer, RunningMoments, choose_torso, make_head, orthogonal
 from torchpod.nets.nets import STATE
 from torchpod.specs import EnvSpec
 from torchpod.types import FIRST, ActorOutput, Batch, TimeStep, Trajectory, Tree
@@ -27,7 +26,7 @@ class ActorCriticConfig:
     hidden: tuple[int, ...] = (64, 64)
     activation: str = "tanh"
     torso: str = "small"
-    """For observations `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`."""
+    """For images `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`."""
     channels: tuple[int, ...] = (16,)
     """Of the torso "small", one 3x3 layer each; empty: flatten images for the MLP."""
     width: int = 1
@@ -84,7 +83,15 @@ class ActorCritic(Agent):
             raise ValueError(f"cell={config.cell} is not known; use {' or '.join(CELLS)}.")
         self.normalizer = ObservationNormalizer(spec.observation) if config.normalize_observation else None
         self.return_moments = RunningMoments(()) if config.normalize_reward else None
-        make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, _torso(config))
+        torso = choose_torso(
+            spec,
+            config.torso,
+            channels=config.channels,
+            hidden=config.hidden[-1],
+            width=config.width,
+            depth=config.depth,
+        )
+        make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, torso)
         self.encoder = make()
         is_central = isinstance(spec.observation, dict) and STATE in spec.observation
         if is_central and (config.shared or self.recurrent):
@@ -185,16 +192,3 @@ class ActorCritic(Agent):
         if isinstance(observation, dict) and "action_mask" in observation:
             policy = policy.masked_fill(~observation["action_mask"], -float("inf"))
         return policy, self.value(value_features).squeeze(-1)
-
-
-def _torso(config: ActorCriticConfig) -> Callable[[tuple[int, ...]], CNN] | None:
-    if config.torso == "small" and not config.channels:
-        return None
-    return functools.partial(
-        make_torso,
-        config.torso,
-        channels=config.channels,
-        hidden=config.hidden[-1],
-        width=config.width,
-        depth=config.depth,
-    )

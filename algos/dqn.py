@@ -5,7 +5,6 @@ Mnih et al. 2015 (https://doi.org/10.1038/nature14236), and double, dueling, n-s
 how wrong they are.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
-from torchpod.nets import Encoder, make_torso, orthogonal
+from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.exploration import falling
 from torchpod.replay import transitions
 from torchpod.specs import Discrete, EnvSpec
@@ -28,7 +27,7 @@ class DQNConfig:
     hidden: tuple[int, ...] = (128, 128)
     activation: str = "relu"
     torso: str = "small"
-    """For observations `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`."""
+    """For images `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`."""
     channels: tuple[int, ...] = (16,)
     """Of the torso "small", one 3x3 layer each; empty: flatten images for the MLP."""
     dueling: bool = False
@@ -76,9 +75,8 @@ class DQN(Agent):
         for name in ("discount", "epsilon", "exploration_fraction", "reward_clip", "huber_delta"):
             self.hyperparameter(name, getattr(config, name))
         self.hyperparameter("remaining", 1.0)  # of the run
-        flat = config.torso == "small" and not config.channels
-        torso = functools.partial(make_torso, config.torso, channels=config.channels, hidden=config.hidden[-1])
-        self.encoder = Encoder(spec.observation, config.hidden, config.activation, None if flat else torso)
+        torso = choose_torso(spec, config.torso, channels=config.channels, hidden=config.hidden[-1])
+        self.encoder = Encoder(spec.observation, config.hidden, config.activation, torso)
         features = features or self.encoder.out_features
         self.advantage = orthogonal(nn.Linear(features, self.num_actions * outputs), 1.0)
         self.value = orthogonal(nn.Linear(features, outputs), 1.0) if config.dueling else None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.algos.ddpg import Critic, box_range
-from torchpod.nets import Encoder, make_torso, orthogonal
+from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.distributions import categorical_entropy
 from torchpod.replay import transitions
 from torchpod.specs import Discrete, EnvSpec
@@ -35,7 +35,7 @@ class SACConfig:
     """Of policy and critics, each."""
     activation: str = "relu"
     torso: str = "small"
-    """For observations `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`. Critics of
+    """For images `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`. Critics of
     continuous actions flatten images."""
     channels: tuple[int, ...] = (16,)
     """Of the torso "small", one 3x3 layer each; empty: flatten images for the MLP."""
@@ -67,9 +67,8 @@ class SAC(Agent):
         self.hyperparameter("reward_scale", config.reward_scale)
         given = config.target_entropy
         self.hyperparameter("target_entropy", target_entropy if given is None else given)
-        flat = config.torso == "small" and not config.channels
-        torso = functools.partial(make_torso, config.torso, channels=config.channels, hidden=config.hidden[-1])
-        make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, None if flat else torso)
+        torso = choose_torso(spec, config.torso, channels=config.channels, hidden=config.hidden[-1])
+        make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, torso)
         self.policy = _head(make(), num_outputs, 0.01)
         self.critics = nn.ModuleList(self._critic(spec, make) for _ in range(2))
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha)))

@@ -1,11 +1,17 @@
 """Recurrent cells and torsos: against torch's, and the sizes that their papers give."""
 
+import re
+
 import pytest
 import torch
 
+from torchpod.algos.dqn import DQN, DQNConfig
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.algos.r2d2 import R2D2, R2D2Config
+from torchpod.algos.sac import DiscreteSAC, SACConfig
 from torchpod.nets import GRUCell, LSTMCell, make_torso
-from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.nets.nets import STATE
+from torchpod.specs import Array, Discrete, EnvSpec, shape_of
 
 
 def test_the_gru_cell_equals_torchs():
@@ -72,3 +78,24 @@ def test_bytes_are_scaled_and_what_cannot_be_is_refused():
         PPO(spec, PPOConfig(torso="resnet"))
     with pytest.raises(ValueError, match="cell=rnn is not known; use gru or lstm"):
         PPO(spec, PPOConfig(cell="rnn"))
+
+
+IMAGE, VECTOR = Array((84, 84, 3), torch.uint8), Array((4,))
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"), [(PPO, PPOConfig), (DQN, DQNConfig), (R2D2, R2D2Config), (DiscreteSAC, SACConfig)]
+)
+@pytest.mark.parametrize("observation", [VECTOR, {"camera": IMAGE, "speed": VECTOR}], ids=["vector", "dict"])
+def test_a_torso_that_the_observation_has_no_use_for_is_refused(cls, config, observation):
+    spec = EnvSpec("car", observation, Discrete(2))
+    shapes = re.escape(str(shape_of(observation)))
+    with pytest.raises(ValueError, match=rf"torso=nature is for .* of car are {shapes}; leave torso out"):
+        cls(spec, config(torso="nature"))
+    cls(spec, config())  # the default is for all
+
+
+def test_a_torso_is_for_the_one_thing_that_the_policy_sees():
+    masked = {"camera": IMAGE, "action_mask": Array((2,), torch.bool), STATE: VECTOR}
+    agent = PPO(EnvSpec("car", masked, Discrete(2)), PPOConfig(torso="nature"))
+    assert agent.encoder.is_image and not agent.value_encoder.is_image

@@ -2,7 +2,7 @@
 
 from torchpod.nets.heads import Head, make_head
 from torchpod.nets.moments import ObservationNormalizer, RunningMoments
-from torchpod.nets.nets import CELLS, CNN, MLP, Encoder, GRUCell, LSTMCell, make_torso, orthogonal
+from torchpod.nets.nets import CELLS, CNN, MLP, Encoder, GRUCell, LSTMCell, choose_torso, make_torso, orthogonal
 
 __all__ = [
     "CELLS",
@@ -14,6 +14,7 @@ __all__ = [
     "LSTMCell",
     "ObservationNormalizer",
     "RunningMoments",
+    "choose_torso",
     "make_head",
     "make_torso",
     "orthogonal",

@@ -3,6 +3,7 @@
 `nn.GRU` and BatchNorm neither compile fullgraph nor vmap; these do. Every network takes any number of leading axes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,6 +135,31 @@ STATE = "seen by all agents"
 """In a dict observation, what only values may see: of a critic that knows more than the policy."""
 
 
+def choose_torso(
+    spec: specs.EnvSpec, name: str, *, channels: Sequence[int], hidden: int, width: int = 1, depth: int = 1
+) -> Callable[[tuple[int, ...]], CNN] | None:
+    """What an `Encoder` uses for images, with the arguments of `make_torso`; None if it is to flatten them.
+
+    Raises:
+      ValueError: if a torso other than "small", which is the default, was asked for, and a policy sees no image.
+    """
+    leaves = list(_seen(spec.observation).values())
+    if name != "small" and [len(leaf.shape) for leaf in leaves] != [3]:
+        raise ValueError(
+            f"torso={name} is for observations of one image [H, W, C], and those of {spec.name} are "
+            f"{specs.shape_of(spec.observation)}; leave torso out, and an MLP sees everything flattened."
+        )
+    if name == "small" and not channels:
+        return None
+    return functools.partial(make_torso, name, channels=channels, hidden=hidden, width=width, depth=depth)
+
+
+def _seen(spec: specs.SpecTree, sees_state: bool = False) -> dict[str | None, Any]:
+    """What networks see of an observation, by name; what is no dict has the name None."""
+    hidden_from_it = ("action_mask",) if sees_state else ("action_mask", STATE)
+    return {k: spec[k] for k in sorted(spec) if k not in hidden_from_it} if isinstance(spec, dict) else {None: spec}
+
+
 class Encoder(nn.Module):
     """Picks the network that fits an observation spec: `torso` for `[H, W, C]`, else an MLP on everything flattened.
 
@@ -157,9 +183,7 @@ class Encoder(nn.Module):
         sees_state: bool = False,
     ) -> None:
         super().__init__()
-        hidden_from_it = ("action_mask",) if sees_state else ("action_mask", STATE)
-        self.names = [k for k in sorted(spec) if k not in hidden_from_it] if isinstance(spec, dict) else None
-        leaves: list[Any] = [spec[k] for k in self.names] if isinstance(spec, dict) and self.names else [spec]
+        self.names, leaves = zip(*_seen(spec, sees_state).items(), strict=True)
         self.event_dims = [len(leaf.shape) for leaf in leaves]
         self.is_image = torso is not None and len(leaves) == 1 and len(leaves[0].shape) == 3
         if torso is not None and self.is_image:
@@ -171,7 +195,7 @@ class Encoder(nn.Module):
     def forward(self, observation: Tensor | dict[str, Tensor]) -> Tensor:
         """Observation `[..., *shape]` to features `[..., out_features]`."""
         if isinstance(observation, dict):
-            leaves = [observation[k] for k in self.names or ()]
+            leaves = [observation[k] for k in self.names]
         else:
             leaves = [observation]
         if self.is_image:
