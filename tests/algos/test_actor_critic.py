@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from tests.ops.test_returns import slow_vtrace
 from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.a2c import A2C, A2CConfig
@@ -182,6 +183,44 @@ def test_impala_prepares_vtrace_of_the_policy_that_learns(seed, spec):
     for name, x in told.items():
         np.testing.assert_allclose(batch.report[name].numpy(), x, rtol=1e-4, atol=1e-4)
     assert np.exp(arrays[0]).max() > 1.5 > 0.7 > np.exp(arrays[0]).min()  # both clips are at work
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_impala_with_a_memory_prepares_vtrace_of_one_step_after_another(seed, cell):
+    """Environment by environment, from the stored state and, where an episode begins, from none."""
+    actor = make(IMPALA, DISCRETE, seed, recurrent=4, cell=cell)
+    settings = {"lambda_": 0.8, "rho_clip": 1.2, "c_clip": 0.7}
+    agent = make(IMPALA, DISCRETE, seed + 1, recurrent=4, cell=cell, discount=0.9, **settings)
+    env, keys, length = Fixed(DISCRETE), random.split(random.key(seed), 8), 11
+    params, buffers = variables_of(actor)
+    step, variables = make_step(actor, env), params | buffers
+    carry, _ = unroll(step, variables, start(actor, env, keys), keys, keys, length=3)
+    _, trajectory = unroll(step, variables, carry, keys, keys, length=length)
+    t, out = trajectory.timestep, trajectory.output
+    value, log_prob = np.zeros((length + 1, 8)), np.zeros((length + 1, 8))
+    with torch.no_grad():
+        batch = agent.prepare(trajectory, keys)
+        for b in range(8):
+            state = trajectory.actor_state[b : b + 1]
+            for i in range(length + 1):
+                if t.step_type[i, b] == FIRST:
+                    state = agent.initial_state(1)
+                policy, v, state = agent._step(t.observation[i, b : b + 1], torch.tensor([False]), state)
+                value[i, b] = v.item()
+                if i < length:
+                    (log_prob[i, b],), _ = reference_categorical(policy.numpy(), out.action[i, b : b + 1].numpy())
+    target, advantage = slow_vtrace(
+        np.exp(log_prob[:-1] - out.extras["action_log_prob"].numpy()),
+        t.reward[1:].double().numpy(),
+        0.9 * t.discount[1:].double().numpy(),
+        (t.step_type[1:] == LAST).numpy(),
+        value[:-1],
+        value[1:],
+        **settings,
+    )
+    np.testing.assert_allclose(batch.steps["value_target"].numpy(), target, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(batch.steps["advantage"].numpy(), advantage, rtol=1e-4, atol=1e-4)
+    assert (t.step_type[1:-1] == FIRST).any() and carry.actor_state.any()
 
 
 @pytest.mark.parametrize("cls", [PPO, A2C, IMPALA])

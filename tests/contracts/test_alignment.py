@@ -6,6 +6,8 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, variables_of
+from torchpod.algos.a2c import A2C, A2CConfig
+from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.env import TensorEnv
 from torchpod.learner import Learner, LearnerConfig
@@ -16,7 +18,7 @@ from torchpod.types import FIRST, LAST, MID, ActorOutput, Batch, LossOutput, Tim
 SPEC = EnvSpec("by_hand", observation=Array((1,)), action=Discrete(2))
 
 
-def by_hand(reset_action=0, reset_log_prob=-0.5, first_reward=0.0):
+def by_hand(reset_action=0, reset_log_prob=-0.5, first_reward=0.0, first_discount=1.0):
     """Two environments that differ in one number: the first one terminates at t = 2, the second is truncated there.
 
     t            0      1      2      3      4
@@ -28,7 +30,7 @@ def by_hand(reset_action=0, reset_log_prob=-0.5, first_reward=0.0):
     step_type = torch.tensor([MID, MID, LAST, FIRST, MID], dtype=torch.int32)[:, None].expand(5, 2).contiguous()
     reward = torch.tensor([0.0, 2.0, 1.0, first_reward, 4.0])[:, None].expand(5, 2).contiguous()
     discount = torch.ones(5, 2)
-    discount[2, 0] = 0.0
+    discount[2, 0], discount[3] = 0.0, first_discount
     observation = torch.arange(10.0).view(5, 2, 1) / 10
     timestep = TimeStep(
         step_type, reward, discount, observation, {"raw_reward": reward, "game_over": step_type == LAST}
@@ -77,9 +79,10 @@ def test_a_trajectory_that_ends_at_a_truncation_bootstraps_from_its_last_observa
 
 
 @pytest.mark.parametrize("recurrent", [0, 5])
-def test_the_reset_row_contributes_nothing_to_loss_or_gradient(seed, recurrent):
+@pytest.mark.parametrize(("cls", "config"), [(PPO, PPOConfig), (A2C, A2CConfig), (IMPALA, IMPALAConfig)])
+def test_the_reset_row_contributes_nothing_to_loss_or_gradient(seed, cls, config, recurrent):
     torch.manual_seed(seed)
-    agent = PPO(SPEC, PPOConfig(hidden=(4,), recurrent=recurrent, discount=0.5, gae_lambda=0.5))
+    agent = cls(SPEC, config(hidden=(4,), recurrent=recurrent, discount=0.5))
     config = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=0.1)
     learner = Learner(agent, config, num_iterations=1)
     state = learner.init(*variables_of(agent))
@@ -91,7 +94,7 @@ def test_the_reset_row_contributes_nothing_to_loss_or_gradient(seed, recurrent):
         return learner.update(state, trajectory, keys)
 
     plain = update()
-    changed = update(reset_action=1, reset_log_prob=-3.0, first_reward=100.0)
+    changed = update(reset_action=1, reset_log_prob=-3.0, first_reward=100.0, first_discount=0.3)
     for a, b in zip(pytree.tree_leaves(plain), pytree.tree_leaves(changed), strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(plain[0].params["policy.weight"], state.params["policy.weight"])

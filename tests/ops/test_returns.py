@@ -152,6 +152,31 @@ def test_vtrace_is_its_definition(seed, length, lambda_, rho_clip, c_clip):
         np.testing.assert_allclose(ours.numpy(), reference, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_whatever_stands_in_the_rows_of_resets_vtrace_and_gae_of_all_others_are_those_of_their_episode(seed, length):
+    """Trajectories as the loops make them, LAST -> FIRST and all, beside each episode alone."""
+    rng = np.random.default_rng(seed)
+    ratio, reward, discount, is_last, v_tm1, v_t = off_policy(seed, length)
+    resets = np.zeros_like(is_last)
+    resets[0] = rng.random(is_last.shape[1]) < 0.2
+    for t in range(1, length):
+        resets[t] = is_last[t - 1]
+        is_last[t] &= ~resets[t]  # a reset leads to FIRST
+    ratio, reward = np.where(resets, np.exp(9 * rng.normal(size=ratio.shape)), ratio), np.where(resets, 1e6, reward)
+    discount = np.where(resets, rng.random(reward.shape), discount)
+    tensors = [torch.from_numpy(x) for x in (reward, discount, is_last, v_tm1, v_t)]
+    settings = {"lambda_": 0.9, "rho_clip": 1.5, "c_clip": 0.7}
+    got = [*vtrace(torch.from_numpy(np.log(ratio)), *tensors, **settings), gae(*tensors, lambda_=0.9)]
+    for env in range(reward.shape[1]):
+        ends = [-1, *np.flatnonzero(resets[:, env]), length]
+        for before, after in zip(ends, ends[1:], strict=False):
+            own = slice(before + 1, after), slice(env, env + 1)
+            rest = [x[own] for x in (reward, discount, is_last, v_tm1, v_t)]
+            want = [*slow_vtrace(ratio[own], *rest, **settings), slow_gae(*rest, 0.9)]
+            for ours, reference in zip(got, want, strict=True):
+                np.testing.assert_allclose(ours.numpy()[own], reference, rtol=1e-9, atol=1e-9)
+
+
 def test_on_policy_vtrace_is_the_n_step_return(seed):
     """Up to the end of the episode, or of the trajectory: there the value goes on."""
     _, reward, discount, is_last, v_tm1, v_t = off_policy(seed, 16)
