@@ -1,5 +1,7 @@
 """What is learned from which step: numbers worked out by hand, and an environment that names its steps."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -9,6 +11,8 @@ from torchpod.agent import Agent, variables_of
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.anakin import Anakin, train
+from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
@@ -113,7 +117,7 @@ def test_the_loss_is_the_mean_over_the_six_transitions_alone(seed):
 class Names(TensorEnv):
     """Observation: (environment's name, step of the episode). Reward: 10 * step + action of the transition.
 
-    Terminates with probability 0.1 per step; truncated after 7.
+    Terminates where name + step is a multiple of 11; truncated after 7.
     """
 
     spec = EnvSpec("names", observation=Array((2,)), action=Discrete(5), max_episode_steps=7)
@@ -124,7 +128,7 @@ class Names(TensorEnv):
 
     def transition(self, state, action, keys):
         reward = (10 * state[:, 1] + action).float()
-        return state + torch.tensor([0, 1]), reward, random.uniform(keys, 2)[:, 1] < 0.1
+        return state + torch.tensor([0, 1]), reward, state.sum(-1) % 11 == 0
 
     def observe(self, state):
         return state.float()
@@ -144,34 +148,72 @@ class Scribe(Agent):
 
 
 class Checker(Scribe):
-    """Keeps the rows that its loss sees; has something to learn."""
+    """Keeps the batches that its loss sees; has something to learn."""
 
-    def __init__(self):
+    max_lag = None
+
+    def __init__(self, recurrent=False):
         super().__init__()
-        self.weight, self.rows = torch.nn.Parameter(torch.zeros(1)), []
+        self.weight, self.batches, self.recurrent = torch.nn.Parameter(torch.zeros(1)), [], recurrent
 
     def prepare(self, trajectory, keys):
         t, out = trajectory.timestep, trajectory.output
         steps = {
+            "step_type": t.step_type[:-1],
             "observation": t.observation[:-1],
             "log_prob": out.extras["action_log_prob"],
+            "memory": out.extras["memory"],
             "action": out.action,
             "reward": t.reward[1:],
+            "discount": t.discount[1:],
             "weight": (t.step_type[:-1] != LAST).float(),
         }
-        return Batch(steps)
+        return Batch(steps, trajectory.actor_state)
 
     def loss(self, batch, keys, target):
-        self.rows.append(batch.steps)
+        self.batches.append(batch)
         return LossOutput((self.weight * batch.steps["weight"]).sum(), {})
 
 
-def assert_rows_line_up(rows):
-    for b in rows:
+def assert_rows_line_up(batches):
+    """In each row all columns must name one step, and a recurrent state the first one of its sequence."""
+    for b, actor_state, _ in batches:
         name, step = b["observation"].unbind(-1)
+        learned = b["weight"] > 0
+        assert torch.equal(learned, b["step_type"] != LAST)
         assert torch.equal(b["log_prob"], 100 * name + step)
-        assert torch.equal(b["reward"][b["weight"] > 0], (10 * step + b["action"])[b["weight"] > 0])
+        assert torch.equal(b["memory"], step + 1)
+        assert torch.equal(b["reward"][learned], (10 * step + b["action"])[learned])
+        assert torch.equal((b["discount"] == 0)[learned], ((name + step) % 11 == 0)[learned])
         assert b["weight"].sum().item() == pytest.approx(1.0)
+        if name.ndim == 2:
+            goes_on = b["step_type"][0] != FIRST
+            assert torch.equal(actor_state[goes_on], step[0][goes_on])
+
+
+def learned_from(learner):
+    """The trajectories of updates yet to come."""
+    trajectories, update = [], learner.update
+
+    def spy(state, trajectory, *rest):
+        trajectories.append(pytree.tree_map(torch.clone, trajectory))
+        return update(state, trajectory, *rest)
+
+    learner.update = spy
+    return trajectories
+
+
+def assert_iterations_line_up(trajectories, carries):
+    """Every trajectory, and that it begins at one carry and ends at the next; all episodes have names of their own."""
+    for trajectory, (before, after) in zip(trajectories, itertools.pairwise(carries), strict=True):
+        assert_lines_up(trajectory)
+        assert torch.equal(trajectory.actor_state, before.actor_state)
+        assert torch.equal(trajectory.last_actor_state, after.actor_state)
+        for x, y, z in zip(*map(pytree.tree_leaves, (trajectory.timestep, before[1], after[1])), strict=True):
+            assert torch.equal(x[0], y) and torch.equal(x[-1], z)
+    ended = sum(int((trajectory.timestep.step_type[1:] == LAST).sum()) for trajectory in trajectories)
+    assert ended > len(carries[0].timestep.step_type)
+    assert torch.cat([x.timestep.observation[..., 0] for x in trajectories]).unique().numel() >= ended
 
 
 def assert_lines_up(tr):
@@ -229,14 +271,22 @@ def test_two_short_unrolls_equal_one_long_one(seed):
     assert torch.equal(long.timestep.reward, torch.cat([first.timestep.reward, second.timestep.reward[1:]]))
 
 
-def test_columns_of_a_row_stay_together_in_every_minibatch(seed):
-    """The loss sees the rows: in each of them action, log-prob, reward and observation must name one step."""
-    size, agent, env = 8, Checker(), Names()
-    env_keys, actor_keys = (random.split(random.key(seed + i), size) for i in range(2))
-    carry = start(agent, env, env_keys)
-    params, buffers = variables_of(agent)
-    _, trajectory = unroll(make_step(agent, env), params, carry, env_keys, actor_keys, length=12)
-    learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=4), num_iterations=1)
-    learner.update(learner.init(params, buffers), trajectory, env_keys)
-    assert len(agent.rows) >= 4
-    assert_rows_line_up(agent.rows)
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_what_anakin_learns_from_lines_up(seed, recurrent):
+    agent, config = Checker(recurrent), LearnerConfig(num_epochs=2, num_minibatches=4)
+    anakin = Anakin(
+        lambda: agent,
+        Names(),
+        num_envs=8,
+        unroll_length=12,
+        learner=config,
+        num_iterations=4,
+        compiler=Compiler(enabled=False),
+    )
+    state, trajectories = anakin.init(seed), learned_from(anakin.learner)
+    carries = [state.carry]
+    for _, program in train(anakin, state):
+        carries.append(pytree.tree_map(torch.clone, program.state.carry))
+    assert_iterations_line_up(trajectories, carries)
+    assert_rows_line_up(agent.batches)
+    assert len(agent.batches) == 4 * config.num_epochs * config.num_minibatches

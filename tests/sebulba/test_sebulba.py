@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.contracts.test_alignment import Checker, Names, assert_lines_up, assert_rows_line_up
+from tests.contracts.test_alignment import (
+    Checker,
+    Names,
+    assert_iterations_line_up,
+    assert_rows_line_up,
+    learned_from,
+)
 from tests.zygote import wait_until
 from torchpod import random
 from torchpod.algos.a2c import A2C, A2CConfig
@@ -29,7 +35,7 @@ from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.sebulba.program import Program
 from torchpod.sebulba.transfer import Port
 from torchpod.specs import HOST, Array, Discrete, EnvSpec
-from torchpod.types import FIRST, LAST
+from torchpod.types import FIRST
 
 T, B = 8, 4
 LEARNER = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-2)
@@ -136,9 +142,10 @@ def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent):
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
-@pytest.mark.parametrize("num_actors", [0, 1, 2])
-def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, host):
-    env, agent, ended = HostEnv(Names()) if host else Names(), Checker(), 0
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(("num_actors", "num_pools", "lag"), [(0, 1, 0), (1, 1, 0), (1, 2, 1), (2, 2, 1)])
+def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, num_pools, lag, recurrent, host):
+    env, agent = HostEnv(Names()) if host else Names(), Checker(recurrent)
     sebulba = Sebulba(
         lambda: agent,
         lambda: copy.copy(env),
@@ -147,21 +154,16 @@ def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, host)
         learner=LEARNER,
         num_iterations=6,
         compiler=Compiler(enabled=False),
-        config=SebulbaConfig(num_actor_threads=num_actors, lag=0),
+        config=SebulbaConfig(num_actor_threads=num_actors, pools_per_actor=num_pools, lag=lag),
     )
-    before, names = sebulba.init(seed), []
-    for _, program in train(sebulba, before):
-        trajectory = program.trajectory
-        assert_lines_up(trajectory)
-        assert torch.equal(trajectory.actor_state, before.carry.actor_state)
-        for now, then in zip(*map(pytree.tree_leaves, (trajectory.timestep, before.carry.timestep)), strict=True):
-            assert torch.equal(now[0], then)
-        before, ended = program.state, ended + int((trajectory.timestep.step_type[1:] == LAST).sum())
-        names.append(trajectory.timestep.observation[..., 0])
+    state, trajectories = sebulba.init(seed), learned_from(sebulba.learner)
+    carries = [state.carry]
+    for _, program in train(sebulba, state):
+        carries.append(program.state.carry)
     learned = 6 * LEARNER.num_epochs * LEARNER.num_minibatches
-    assert_rows_line_up(agent.rows[-learned:])  # those before are of the warm-up, from one step repeated
-    assert ended > B
-    assert torch.cat(names).unique().numel() >= ended  # every episode has a name of its own
+    # Those before are of the warm-up, from one step repeated.
+    assert_iterations_line_up(trajectories[-6:], carries)
+    assert_rows_line_up(agent.batches[-learned:])
 
 
 @pytest.mark.parametrize(
