@@ -201,6 +201,7 @@ def _check(rest: list[str]) -> int:
     parser.add_argument("--rtol", type=float, default=1e-5)
     parser.add_argument("--atol", type=float, default=1e-6)
     parser.add_argument("--compile", action="store_true", help="compare the compiled step")
+    parser.add_argument("--capture", action="store_true", help="step in static buffers, and on a GPU in a CUDA graph")
     parser.add_argument("--device", default="cpu", help="of the tensor environment: cpu, cuda or cuda:INDEX")
     options = parser.parse_intermixed_args(rest)
     try:
@@ -225,6 +226,7 @@ def _check(rest: list[str]) -> int:
         rtol=options.rtol,
         atol=options.atol,
         compile=options.compile,
+        capture=options.capture,
         device=options.device,
     )
     print(

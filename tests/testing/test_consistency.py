@@ -128,11 +128,12 @@ class PlainPair:
         return result if self.tell is None else (*result, self.told())
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_what_agrees_passes_and_is_counted(compile, seed):
-    report = check_consistency(Lift(), PlainLift(), num_envs=4, num_steps=60, seed=seed, compile=compile)
+@pytest.mark.parametrize(("compile", "capture"), [(False, False), (False, True), (True, False)])
+def test_what_agrees_passes_and_is_counted(compile, capture, seed):
+    how = {"seed": seed, "compile": compile, "capture": capture}
+    report = check_consistency(Lift(), PlainLift(), num_envs=4, num_steps=60, **how)
     assert report.largest == 0 and 16 <= report.num_episodes <= 60 and report.num_steps < 240 - 12
-    check_consistency(Pair(), PlainPair(), seed=seed, compile=compile)
+    check_consistency(Pair(), PlainPair(), **how)
 
 
 def test_random_numbers_within_a_step_come_from_the_key(seed):
@@ -242,6 +243,6 @@ def test_the_command_line_compares_two_classes(capsys):
     assert main(["check", f"{file}:Lift", "--steps", "20", f"{file}:PlainLift", "--seed", "1", "top=7"]) == 0
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "tops=7"]) == 1
     assert "Lift takes no argument tops; did you mean top?" in capsys.readouterr().err
-    assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "cpu", "--steps", "20"]) == 0
+    assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "cpu", "--capture"]) == 0
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "meat"]) == 1
     assert "torchpod check: --device meat is not there (" in capsys.readouterr().err

@@ -25,6 +25,7 @@ Of who is not alive the discount is to be 0, unless the dict has discounts.
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from torchpod import random
 from torchpod.actions import random_action
 from torchpod.compile import Compiler
 from torchpod.env import Env, TensorEnv
+from torchpod.graph import Replay
 from torchpod.specs import EnvSpec
 from torchpod.testing.contract import named_leaves
 from torchpod.types import FIRST, LAST, TimeStep, Tree
@@ -69,6 +71,7 @@ def check_consistency(
     rtol: float = 1e-5,
     atol: float = 1e-6,
     compile: bool = False,
+    capture: bool = False,
     device: torch.device | str = "cpu",
 ) -> Report:
     """Plays both with the same random actions and compares observations, rewards, discounts and ends.
@@ -82,6 +85,7 @@ def check_consistency(
       rtol: relative tolerance of observations, rewards and discounts: |a - b| <= atol + rtol |b|.
       atol: absolute tolerance.
       compile: compare the compiled step.
+      capture: step as Anakin does, in static buffers, and on CUDA in a graph (graph.py).
       device: of the tensor environment.
 
     Raises:
@@ -98,6 +102,9 @@ def check_consistency(
     step = Compiler(compile)(env.step)
     with torch.no_grad():
         state, timestep = env.init(random.at(keys, 0))
+        if capture:
+            action = random_action(env.spec, timestep.observation, random.at(action_keys, 1))
+            step = _captured(step, state, action, random.at(keys, 1))
         for row in rows:
             row.begin(0, _inner(env, state), timestep)
         for i in range(1, num_steps + 1):
@@ -112,6 +119,18 @@ def check_consistency(
     return Report(
         sum(row.num_steps for row in rows), sum(row.num_episodes for row in rows), max(row.largest for row in rows)
     )
+
+
+def _captured(step: Callable[..., Tree], *args: Tree) -> Callable[..., Tree]:
+    """The same as a replayable program, whose results are copied out of its buffers."""
+    capture = pytree.tree_leaves(args)[-1].is_cuda
+    replay = Replay(lambda own: (own, step(*own)), args, capture=capture)
+
+    def replayed(*args: Tree) -> Tree:
+        replay.load(args)
+        return pytree.tree_map(torch.clone, replay())
+
+    return replayed
 
 
 class _Row:
