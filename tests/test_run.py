@@ -314,6 +314,13 @@ class TestNanGuard:
         assert checkpoint.latest(folder).name == f"{7:010d}"
         assert not any(x.isnan().any() for x in checkpoint.load_weights(checkpoint.latest(folder)).values())
 
+    def test_a_mask_that_allows_nothing_is_named(self, tmp_path: Path):
+        """In the 8th iteration; `check_env` plays 100 steps."""
+        overrides = [f"env={ENV_FILE}:Closing", "+env.limit=150", "+env.at=120", f"run_dir={tmp_path / 'a'}"]
+        sentence = r"observation\['action_mask'\] must allow at least one action in every row\."
+        with pytest.raises(NonFiniteErrorInRun, match=f"of iteration 8 is not finite; .* The cause .*: {sentence}"):
+            execute(load([*SMALL, *overrides]))
+
 
 class TestUserEnvironment:
     def test_a_class_in_a_file_is_trained_resumed_and_evaluated(self, tmp_path: Path):

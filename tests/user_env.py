@@ -61,6 +61,19 @@ class Hosted(HostEnv):
         super().__init__(MyEnv(limit, fault, at, rank, marker))
 
 
+class Closing(MyEnv):
+    """From step `at` on, its mask allows nothing."""
+
+    def __init__(self, limit: int = 20, at: int = 0) -> None:
+        super().__init__(limit, at=at)
+        seen = {"x": Array((2,)), "action_mask": Array((2,), torch.bool)}
+        self.spec = EnvSpec("closing", seen, Discrete(2), limit)
+
+    def observe(self, state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]  # a tree too
+        """Position and time, and what may be done."""
+        return {"x": super().observe(state), "action_mask": (state[:, 1:] < self.at).expand(-1, 2)}
+
+
 class Impolite(MyEnv):
     """Breaks the contract: rewards in the wrong precision."""
 

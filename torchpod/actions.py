@@ -1,4 +1,4 @@
-"""Random actions for a spec: what tests, pictures and benchmarks play with."""
+"""Random actions for a spec: what tests, pictures and benchmarks play with; and masks that leave none."""
 
 import math
 
@@ -28,6 +28,24 @@ def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
         )
         for i, group in enumerate(spec.groups)
     }
+
+
+def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
+    """A sentence for each action mask in which a row allows nothing, whatever axes there are before the last."""
+    owners = {"": (spec.action, observation)}
+    if spec.groups is not None:
+        owners = {f"[{group!r}]": (spec.action[group], observation[group]) for group in spec.groups}
+    found = []
+    for name, (action, own) in owners.items():
+        mask = _mask_of(own)
+        if mask is None:
+            continue
+        parts = mask.split(list(action.nvec) if isinstance(action, MultiDiscrete) else mask.shape[-1], -1)
+        for i, part in enumerate(parts):
+            where = f" of choice {i}" if len(parts) > 1 else ""
+            if not part.any(-1).all():
+                found.append(f"observation{name}['action_mask'] must allow at least one action{where} in every row.")
+    return found
 
 
 def _mask_of(observation: Tree) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import algos, checkpoint, envs, random, sebulba
+from torchpod.actions import closed_masks
 from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunState, train
 from torchpod.checkpoint import CheckpointError
@@ -338,6 +339,9 @@ def _train(
         except NonFiniteError as error:
             path, wrong = keeper.dump(error), _not_finite(error.trajectory.timestep)
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
+            env = loop.envs[0] if isinstance(loop, Sebulba) else loop.env
+            if closed := closed_masks(env.spec, error.trajectory.timestep.observation):
+                advice = f"The cause is the environment's: {' '.join(closed)}"
             came_from = "the trajectory it came from is in"
             if loop.replay:
                 came_from = "its rows came from replay; the newest trajectory is in"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.actions import lead_of, random_action
+from torchpod.actions import closed_masks, lead_of, random_action
 from torchpod.compile import Compiler
 from torchpod.env import Env, TensorEnv
 from torchpod.specs import EnvSpec, MultiDiscrete, Traits
@@ -261,15 +261,17 @@ def _check_observation(spec: EnvSpec, observation: Tree, size: int, device: torc
     if spec.groups is None:
         require_spec(observation, spec.observation, (size,), device, "observation")
         _check_mask(observation, spec.action, (size,), device, "observation")
-        return
-    require(
-        isinstance(observation, dict) and set(observation) == set(spec.groups),
-        f"observation must be a dict with one entry per group, {sorted(spec.groups)}.",
-    )
-    for group in spec.groups:
-        lead, name = lead_of(spec, group, size), f"observation[{group!r}]"
-        require_spec(observation[group], spec.observation[group], lead, device, name)
-        _check_mask(observation[group], spec.action[group], lead, device, name)
+    else:
+        require(
+            isinstance(observation, dict) and set(observation) == set(spec.groups),
+            f"observation must be a dict with one entry per group, {sorted(spec.groups)}.",
+        )
+        for group in spec.groups:
+            lead, name = lead_of(spec, group, size), f"observation[{group!r}]"
+            require_spec(observation[group], spec.observation[group], lead, device, name)
+            _check_mask(observation[group], spec.action[group], lead, device, name)
+    closed = closed_masks(spec, observation)
+    require(not closed, " ".join(closed))
 
 
 def _check_mask(observation: Tree, action: Any, lead: tuple[int, ...], device: torch.device, name: str) -> None:
@@ -279,9 +281,6 @@ def _check_mask(observation: Tree, action: Any, lead: tuple[int, ...], device: t
     choices = list(action.nvec) if isinstance(action, MultiDiscrete) else [getattr(action, "num_values", 0)]
     require(sum(choices) > 0, f"{name} needs a Discrete or MultiDiscrete action; the spec has {action}.")
     require_tensor(mask, (*lead, sum(choices)), torch.bool, device, name)
-    for i, part in enumerate(mask.split(choices, -1)):
-        where = f" of choice {i}" if len(choices) > 1 else ""
-        require(part.any(-1).all(), f"{name} must allow at least one action{where} in every row.")
 
 
 def _check_first(timestep: TimeStep) -> None:
