@@ -52,7 +52,7 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.minatar.breakout import Breakout
 from torchpod.evaluate import evaluate
-from torchpod.inductor import Compiled
+from torchpod.inductor import Compiled, trace
 from torchpod.interop.keyed import Keyed
 from torchpod.interop.torchrl import LossAgent, _of_rows_that_count
 from torchpod.learner import Learner, LearnerConfig
@@ -67,8 +67,8 @@ THERE = sorted(name for name in LOSSES.keys() - MULTI_AGENT if hasattr(torchrl.o
 SLOW_TO_COMPILE = {"CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss", "ClipPPOLoss", "PPOLoss"}
 
 
-def env_for(name):  # losses for groups of agents have tests of their own, in tests/algos
-    return Pendulum() if name in CONTINUOUS else CartPole()
+def env_for(name, **own):  # losses for groups of agents have tests of their own, in tests/algos
+    return Pendulum(**own) if name in CONTINUOUS else CartPole(**own)
 
 
 def config(name, **arguments):
@@ -81,6 +81,16 @@ def collect(agent, env, seed, length=T):
     params, buffers = variables_of(agent)
     carry = start(agent, env, env_keys)
     return unroll(make_step(agent, env), params | buffers, carry, env_keys, actor_keys, length=length)[1]
+
+
+def ended(trajectory):
+    """In float64, with episodes that end in the last step, which follows no reset: every other one by itself."""
+    timestep = trajectory.timestep
+    assert (timestep.step_type[:-1] != LAST).all() and (timestep.step_type[-1] == LAST).all()
+    discount = timestep.discount.clone()
+    discount[-1] = torch.arange(B) % 2
+    trajectory = trajectory._replace(timestep=timestep._replace(discount=discount))
+    return pytree.tree_map(lambda x: x.double() if x.is_floating_point() else x, trajectory)
 
 
 @torch.no_grad()
@@ -114,44 +124,50 @@ def in_torchrls_words(trajectory, batch):
     return data
 
 
+UPDATES = 3
+CASES = [
+    *((name, CartPole, {}) for name in THERE if name not in CONTINUOUS),
+    *((name, Pendulum, {}) for name in THERE if name in CONTINUOUS or name in ON_POLICY),
+    ("ClipPPOLoss", CartPole, {"clip_value": 1e-3}),
+    ("A2CLoss", CartPole, {"clip_value": 1e-3}),
+    ("ClipPPOLoss", CartPole, {"normalize_advantage": True}),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*Monte", "ignore:.*analytic")
-@pytest.mark.parametrize(
-    ("name", "env"), [(x, None) for x in THERE] + [(x, Pendulum()) for x in sorted(ON_POLICY.keys() - MULTI_AGENT)]
-)
-def test_an_update_is_that_of_torchrl_and_torch_optim(name, env, seed):
-    env = env or env_for(name)
+@pytest.mark.parametrize(("name", "make_env", "arguments"), CASES)
+def test_updates_are_those_of_torchrl_and_torch_optim(name, make_env, arguments, seed):
+    """Some in a row: then the policy is not the one that acted, and targets are not what they follow."""
+    env = make_env(max_episode_steps=T)
     torch.manual_seed(seed)
     with torch.random.fork_rng():
-        agent = torchrl_agent(env.spec, config(name))
+        agent = torchrl_agent(env.spec, config(name, **arguments))
     torch.manual_seed(seed)  # and again, for a loss of its own
-    actor, loss = parts(env.spec, config(name))
+    actor, loss = parts(env.spec, config(name, **arguments))
     if name in OFF_POLICY and name != "DistributionalDQNLoss":
         loss.make_value_estimator(gamma=0.97)
-    trajectory = collect(agent, env, seed)
-    trajectory = pytree.tree_map(lambda x: x.double() if x.is_floating_point() else x, trajectory)
-    assert (trajectory.timestep.step_type[:-1] != LAST).all()  # resets have a test of their own
-    exact = 1e-9
+    trajectory = ended(collect(agent, env, seed))
+    first, later = 1e-9, 1e-7  # Adam's factors are float32, and what one update has moved the next one begins with
+    if arguments.get("normalize_advantage"):
+        first = 1e-7  # 1e-8 is added to the standard deviation
     if name == "DistributionalDQNLoss":  # makes float32 tensors itself
         trajectory = pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, trajectory)
-        exact = 1e-5
+        first = later = 1e-5
     else:
         agent.double()
         loss.double()
 
-    settings = LearnerConfig(
-        num_epochs=1,
-        num_minibatches=1,
-        learning_rate=2**-7,
-        anneal_learning_rate=False,
-        max_grad_norm=0.3,
-        chunk_rows=T * B,
-    )
-    learner = Learner(agent, settings, num_iterations=1)
     keys = random.split(random.key(seed + 5), B)
-    before = learner.init(*variables_of(agent))
-    after, metrics = learner.update(before, trajectory, keys)
+    rates = {"learning_rate": 2**-7, "anneal_learning_rate": False, "max_grad_norm": 0.3}
+
+    def ours(updates):
+        settings = LearnerConfig(num_epochs=updates, num_minibatches=1, chunk_rows=T * B, **rates)
+        learner = Learner(agent, settings, num_iterations=1)
+        return learner.update(learner.init(*variables_of(agent)), trajectory, keys)
 
     data = in_torchrls_words(trajectory, batch_of(agent, trajectory, seed))
+    assert data["next", "done"].sum() == B and data["next", "terminated"].sum() == B / 2
+    data["shifted_valid"] = torch.ones(T * B, dtype=torch.bool)  # without, TorchRL divides the variance by N - 1
     if name == "DistributionalDQNLoss":
         data["action"] = torch.nn.functional.one_hot(data["action"], env.spec.action.num_values)
     updater = None
@@ -162,46 +178,80 @@ def test_an_update_is_that_of_torchrl_and_torch_optim(name, env, seed):
         loss(data.clone())  # makes what it makes lazily
     loss._buffers |= coefficients
     own = dict(loss.named_parameters())
-    for key, x in own.items():
-        assert torch.equal(x, before.params[key.replace("_params.", ".")]), key
-    optimizer = torch.optim.Adam(own.values(), lr=2**-7, eps=1e-5)
-    loss_key = random.advance_each(keys[0], learner.counters_per_update)[2]
-    with Keyed(random.fold_in(loss_key, 0)):
-        out = loss(data.clone())
-    terms = {key: x for key, x in out.items() if key.startswith("loss")}
-    total = sum(x.mean() for x in terms.values())
-    if name == "KLPENPPOLoss":  # it has written to beta, which its backward pass would read
-        adapted = loss.beta.clone()
-        loss.beta.data.copy_(coefficients["beta"])
-    total.backward()
-    gradients = [x.grad for x in own.values() if x.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    for gradient in gradients:
-        gradient *= (0.3 / norm).clamp(max=1)  # torch's clip_grad_norm_ adds 1e-6 to the norm
-    optimizer.step()
-    if updater is not None:
-        updater.step()
+    before = {key: x.detach().clone() for key, x in own.items()}
+    for key, x in agent.named_parameters():
+        assert any(torch.equal(x, y) for k, y in before.items() if k.replace("_params.", ".") == key), key
+    optimizer = torch.optim.Adam(own.values(), lr=rates["learning_rate"], eps=1e-5)
+    loss_keys = random.advance_each(keys[0], 2 + 2 * UPDATES)
+    for i in range(UPDATES):
+        beta = loss.beta.clone() if name == "KLPENPPOLoss" else None
+        with Keyed(random.fold_in(loss_keys[2 + 2 * i], 0)):
+            out = loss(data.clone())
+        terms = {key: x for key, x in out.items() if key.startswith("loss")}
+        total = sum(x.mean() for x in terms.values())
+        if beta is not None:  # it has written to it, which its backward pass would read
+            adapted = loss.beta.clone()
+            loss.beta.data.copy_(beta)
+        optimizer.zero_grad()
+        total.backward()
+        if beta is not None:
+            loss.beta.data.copy_(adapted)
+        gradients = [x.grad for x in own.values() if x.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient *= (0.3 / norm).clamp(max=1)  # torch's clip_grad_norm_ adds 1e-6 to the norm
+        optimizer.step()
+        if updater is not None:
+            updater.step()
+        if i not in (0, UPDATES - 1):
+            continue
+        after, metrics = ours(i + 1)
+        exact = first if i == 0 else later
+        if i == 0:
+            torch.testing.assert_close(metrics["loss"], total.detach(), rtol=exact, atol=exact)
+            for key, x in terms.items():
+                torch.testing.assert_close(metrics[key], x.detach().mean(), rtol=exact, atol=exact)
+        for key, x in own.items():
+            mine = after.params[key.replace("_params.", ".")]
+            torch.testing.assert_close(mine, x.detach(), rtol=exact, atol=exact, msg=key)
+        for net, child in loss.named_children():
+            if net.startswith("target_"):
+                for key, x in child.items(True, True):
+                    where = f"{net.removeprefix('target_').removesuffix('_params')}.{'.'.join(key)}"
+                    if where in after.targets:
+                        torch.testing.assert_close(after.targets[where], x, rtol=exact, atol=exact, msg=where)
+        if beta is not None:
+            assert i > 0 or adapted == 0.5
+            torch.testing.assert_close(after.buffers["beta"], adapted, rtol=exact, atol=0)
+    assert max(float((x.detach() - before[key]).abs().max()) for key, x in own.items()) > 1e-3
 
-    torch.testing.assert_close(metrics["loss"], total.detach(), rtol=exact, atol=exact)
-    for key, x in terms.items():
-        torch.testing.assert_close(metrics[key], x.detach().mean(), rtol=exact, atol=exact)
-    moved = 0.0
-    for key, x in own.items():
-        ours = after.params[key.replace("_params.", ".")]
-        torch.testing.assert_close(ours, x.detach(), rtol=exact, atol=exact, msg=key)
-        moved = max(moved, float((ours - before.params[key.replace("_params.", ".")]).abs().max()))
-    assert moved > 1e-3
-    for net, child in loss.named_children():
-        if net.startswith("target_"):
-            for key, x in child.items(True, True):
-                where = f"{net.removeprefix('target_').removesuffix('_params')}.{'.'.join(key)}"
-                if where in after.targets:
-                    torch.testing.assert_close(after.targets[where], x, rtol=exact, atol=exact, msg=where)
-    if name == "KLPENPPOLoss":
-        assert float(adapted) == 0.5
-        torch.testing.assert_close(after.buffers["beta"], adapted, rtol=exact, atol=0)
+
+SLOW_TO_TRACE = {"CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss"}
 
 
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW_TO_TRACE else ()) for x in THERE])
+def test_the_program_of_an_update_is_exact(name, seed):
+    """What inductor compiles, here not compiled: in float64, where the policy is not the one that acted."""
+    torch.manual_seed(seed)
+    env = env_for(name, max_episode_steps=T)
+    agent = torchrl_agent(env.spec, config(name))
+    trajectory, exact = ended(collect(agent, env, seed)), 1e-9
+    if name == "DistributionalDQNLoss":  # makes float32 tensors itself
+        trajectory, exact = collect(agent, env, seed), 1e-5
+    else:
+        agent.double()
+    batch, learner = batch_of(agent, trajectory, seed), Learner(agent, LearnerConfig(), num_iterations=1)
+    state = learner.init(*variables_of(agent))
+    params = {key: x + 0.05 * torch.randn_like(x) for key, x in state.params.items()}
+    args = params, state.buffers, state.targets, batch, random.key(seed), torch.tensor(0), ()
+    graph, *_ = trace(learner._gradient_one, args)
+    found = graph(*(x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)))[0]
+    eager, _ = learner._gradient_one(*args)
+    torch.testing.assert_close(found, eager, rtol=exact, atol=exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW_TO_COMPILE else ()) for x in THERE]
 )
