@@ -1,6 +1,7 @@
 """Agents of TorchRL losses: the same updates as TorchRL's own, in both loops, and what cannot work is refused."""
 
 import copy
+import dataclasses
 import re
 
 import pytest
@@ -60,7 +61,7 @@ from torchpod.rollout import make_step, start, unroll
 from torchpod.sebulba import Sebulba, SebulbaConfig
 from torchpod.sebulba import train as train_sebulba
 from torchpod.testing import check_agent
-from torchpod.types import LAST, Batch
+from torchpod.types import LAST, Batch, Trajectory
 
 T, B = 8, 8
 THERE = sorted(name for name in LOSSES.keys() - MULTI_AGENT if hasattr(torchrl.objectives, name))
@@ -327,6 +328,54 @@ def test_a_reset_contributes_nothing(name, seed):
     assert (a != 0).any() and torch.equal(a, b)
     all_count = batch._replace(steps=batch.steps | {"weight": torch.full_like(batch.steps["weight"], 1 / (T * B))})
     assert not torch.equal(gradient(with_nonsense(batch, seed)._replace(steps=all_count.steps)), a)
+
+
+@pytest.mark.parametrize(
+    ("name", "make_env"),
+    [
+        ("A2CLoss", Pendulum),
+        ("ClipPPOLoss", CartPole),
+        ("KLPENPPOLoss", CartPole),
+        ("PopArtValueNorm", CartPole),
+        ("DQNLoss", CartPole),
+        ("DiscreteSACLoss", CartPole),
+        ("SACLoss", Pendulum),
+    ],
+)
+def test_what_is_chosen_and_earned_at_a_reset_changes_no_update(name, make_env, seed):
+    """From the trajectory on: through advantages, their standardisation, minibatches and chunks."""
+    env, generator = make_env(max_episode_steps=3), torch.Generator().manual_seed(seed)
+    settings = dataclasses.replace(config(name), normalize_advantage=True)
+    agent = with_statistics(NORMS[name]()) if name in NORMS else torchrl_agent(env.spec, settings)
+    if name in NORMS:
+        agent.standardise = ("advantage",)
+    assert ("advantage" in agent.standardise) == (agent.max_lag is not None)
+    trajectory, keys = collect(agent, env, seed), random.split(random.key(seed), B)
+    learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=2, chunk_rows=T * B // 4), num_iterations=1)
+    state = learner.init(*variables_of(agent))
+    reset = trajectory.timestep.step_type[:-1] == LAST
+    assert 0 < reset.sum() < reset.numel()
+
+    def updated(rows):
+        """By other actions and what was written beside them, rewards and discounts, in rows `[T, B]`."""
+
+        def other(x):
+            drawn = torch.rand(x.shape, generator=generator)
+            mask = rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
+            return torch.where(mask, drawn if x.is_floating_point() else (drawn > 0.5).to(x.dtype), x)
+
+        t = trajectory.timestep
+        reward, discount = (torch.cat([x[:1], other(x[1:])]) for x in (t.reward, t.discount))
+        changed = t._replace(reward=reward, discount=discount), pytree.tree_map(other, trajectory.output)
+        after, _ = learner.update(state, Trajectory(*changed, (), ()), keys)
+        return after.params | after.buffers | after.targets
+
+    before = state.params | state.buffers | state.targets
+    a, b, c = (updated(rows) for rows in (torch.zeros_like(reset), reset, ~reset))
+    assert all(torch.equal(x, b[key]) for key, x in a.items())
+    assert all(x.isfinite().all() for x in a.values())
+    assert any(not torch.equal(x, before[key]) for key, x in a.items())
+    assert any(not torch.equal(x, c[key]) for key, x in a.items())
 
 
 def anakin(make, env, compiled=False, population=1, iterations=100, num_envs=32, **learner):
