@@ -1,8 +1,9 @@
 """Tensor environments as `gymnasium.vector.VectorEnv`: NumPy in, NumPy out, registered as torchpod/CartPole-v1, ...
 
-Importing this module registers them: Gymnasium does so itself for `gymnasium.make_vec("torchpod.interop.gym_vector:"
-"torchpod/CartPole-v1")`. The rules of both sides are the same (`AutoresetMode.NEXT_STEP`): the step after the last of
-an episode ignores the action and returns the first observation of the next one, with reward 0.
+Importing this module registers them, and nothing else does: Gymnasium loads no entry points since 1.0. It imports the
+module itself for `gymnasium.make_vec("torchpod.interop.gym_vector:torchpod/CartPole-v1")`. The rules of both sides are
+the same (`AutoresetMode.NEXT_STEP`): the step after the last of an episode ignores the action and returns the first
+observation of the next one, with reward 0.
 """
 
 import inspect
