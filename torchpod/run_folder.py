@@ -182,7 +182,7 @@ def changes(meta: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
     then = {**meta.get("versions", {}), "threads": meta.get("threads")}
     if config.loop.name == "sebulba":
         before = read_config(run_dir).loop
-        for name in ("num_actor_threads", "pools_per_actor"):
+        for name in ("num_actor_threads", "pools_per_actor", "split"):
             then[f"loop.{name}"], now[f"loop.{name}"] = getattr(before, name), getattr(config.loop, name)
     return ", ".join(f"{name} ({then.get(name)} -> {now.get(name)})" for name in now if now[name] != then.get(name))
 

@@ -512,9 +512,18 @@ def test_what_cannot_work_is_refused_at_the_start(config, message):
         make(config)
 
 
-def test_every_device_that_acts_needs_an_actor_and_is_of_one_kind():
-    with pytest.raises(ValueError, match="loop.num_actor_threads=2 per rank cannot be shared out to 3 devices"):
-        make(SebulbaConfig(num_actor_threads=2), actor_devices=["cpu", "cpu", "cpu"])
+def test_every_device_that_acts_has_as_many_actor_threads(seed):
+    """As rank 0 of `loop.split=6:2` has three such devices."""
+    devices = [torch.device("cpu", i) for i in range(3)]
+    split = make(SebulbaConfig(), num_envs=12, iterations=3, actor_devices=devices)
+    together = make(SebulbaConfig(num_actor_threads=6), num_envs=12, iterations=3)
+    assert split.actor_devices == devices * 2 and len(split.envs) == len(together.envs) == 6
+    assert_equal(*(run(sebulba, sebulba.init(seed))[0] for sebulba in (split, together)))
+    with pytest.raises(ValueError, match="loop.num_actor_threads=2 on each of 3 devices; use a multiple of 6"):
+        make(SebulbaConfig(), num_envs=8, actor_devices=devices)
+
+
+def test_devices_are_of_one_kind():
     with pytest.raises(ValueError, match="must be all CPU or all CUDA"):
         make(SebulbaConfig(num_actor_threads=2), actor_devices=["cuda:0"])
 

@@ -40,7 +40,7 @@ class SebulbaConfig:
     """How acting and learning are laid out."""
 
     num_actor_threads: int = 2
-    """0: no threads, everything in turn in the main thread, for debugging."""
+    """For each device on which the rank acts. 0: none, everything in turn in the main thread, for debugging."""
     pools_per_actor: int = 1
     """Parts of an actor's environments. With 2, one is stepped while the actor decides for the other."""
     lag: int | Literal["free"] = 1
@@ -97,14 +97,16 @@ class Sebulba:
         replay: ReplayConfig | None = None,
     ) -> None:
         config = config or SebulbaConfig()
-        self.num_actors = max(1, config.num_actor_threads)
+        self.device = torch.device(device)
+        devices = [torch.device(d) for d in actor_devices] or [self.device]
+        self.num_actors = max(1, config.num_actor_threads) * len(devices)
         num_pools = self.num_actors * config.pools_per_actor
+        threads = f"num_actor_threads={config.num_actor_threads}"
+        if len(devices) > 1:
+            threads += f" on each of {len(devices)} devices"
         for name, parts in (
-            (f"num_actor_threads={config.num_actor_threads}", self.num_actors),
-            (
-                f"num_actor_threads={config.num_actor_threads} with loop.pools_per_actor={config.pools_per_actor}",
-                num_pools,
-            ),
+            (threads, self.num_actors),
+            (f"{threads} with loop.pools_per_actor={config.pools_per_actor}", num_pools),
             (f"updates_per_batch={config.updates_per_batch}", config.updates_per_batch),
         ):
             if num_envs % parts:
@@ -133,13 +135,7 @@ class Sebulba:
                 f"ones, and cannot correct for loop.lag={config.lag}; use loop.lag={most}."
             )
         self.num_envs, self.unroll_length, self.num_iterations = num_envs, unroll_length, num_iterations
-        self.config, self.ranks, self.device = config, ranks, torch.device(device)
-        devices = [torch.device(d) for d in actor_devices] or [self.device]
-        if self.num_actors % len(devices):
-            raise ValueError(
-                f"loop.num_actor_threads={self.num_actors} per rank cannot be shared out to {len(devices)} devices "
-                f"that act; use a multiple of {len(devices)}."
-            )
+        self.config, self.ranks = config, ranks
         if {d.type for d in devices} != {self.device.type}:
             raise ValueError(f"actor_devices={devices} and device={self.device} must be all CPU or all CUDA.")
         self.actor_devices = [devices[k % len(devices)] for k in range(self.num_actors)]
