@@ -1,5 +1,7 @@
 """Sebulba against Anakin, against itself, and against environments that misbehave."""
 
+import collections
+import contextlib
 import copy
 import itertools
 import random as python_random
@@ -271,16 +273,15 @@ class Apart:
         return make_timestep(observation, torch.ones(self.size), reset=reset, terminated=no, truncated=no)
 
 
-@pytest.mark.parametrize("num_pools", [1, 2, 4])
-def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypatch, num_pools):
-    happened, act = [], PPO.act
+def three_iterations(seed, monkeypatch, happened, **settings):
+    """Of pools that are `Apart`; writes down for which of them it decides, too."""
+    act = PPO.act
 
     def decides(agent, timestep, *args):
         happened.append(("act", int(timestep.observation[0, 0])))
         return act(agent, timestep, *args)
 
-    config = SebulbaConfig(num_actor_threads=1, pools_per_actor=num_pools, lag=0)
-    sebulba = make(config, env=Apart(happened), iterations=3)
+    sebulba = make(SebulbaConfig(lag=0, **settings), env=Apart(happened), iterations=3)
     state = sebulba.init(seed)
     monkeypatch.setattr(PPO, "act", decides)
     program = Program(sebulba, state)
@@ -291,7 +292,12 @@ def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypat
             program()
     finally:
         program.close()
-    under_way, others = set(), []
+
+
+@pytest.mark.parametrize("num_pools", [1, 2, 4])
+def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypatch, num_pools):
+    happened, under_way, others = [], set(), []
+    three_iterations(seed, monkeypatch, happened, num_actor_threads=1, pools_per_actor=num_pools)
     for what, pool in happened[: 3 * 3 * num_pools * T]:  # of three unrolls
         if what == "act":
             others.append(len(under_way))
@@ -302,6 +308,39 @@ def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypat
             under_way.remove(pool)
     first = list(range(num_pools))  # of an unroll
     assert others == 3 * (first + (T - 1) * num_pools * [num_pools - 1])
+
+
+class ByThread(collections.defaultdict):
+    """Lists by the name of the thread."""
+
+    def append(self, x):
+        self[threading.current_thread().name].append(x)
+
+
+def test_profilers_see_what_every_thread_does(seed, monkeypatch):
+    happened = ByThread(list)
+
+    @contextlib.contextmanager
+    def record(name):
+        happened.append(name)
+        yield
+        happened.append("end")
+
+    monkeypatch.setattr("torchpod.compile._PROFILE", True)
+    monkeypatch.setattr(torch.profiler, "record_function", record)
+    three_iterations(seed, monkeypatch, happened, num_actor_threads=2, pools_per_actor=2)
+    for k in range(2):
+        pools, unroll = (2 * k, 2 * k + 1), []
+        sent = {i: ["torchpod/act", ("act", i), "end", ("send", i)] for i in pools}
+        received = {i: ["torchpod/env_step", ("recv", i), "end"] for i in pools}
+        for t in range(T):
+            for i in pools:
+                unroll += (received[i] if t else []) + sent[i]
+        unroll += [*received[pools[0]], *received[pools[1]], "torchpod/put", "end"]
+        assert happened[f"torchpod-actor-{k}"][: 3 * len(unroll)] == 3 * unroll
+    names = [x.removeprefix("torchpod/") for x in happened["MainThread"] if x != "end"]
+    update = ["update", *["gradient", "apply"] * LEARNER.num_epochs * LEARNER.num_minibatches]
+    assert names == 3 * ["get", *update]
 
 
 @pytest.mark.parametrize("refresh", ["unroll", "step"])
