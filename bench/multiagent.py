@@ -1,6 +1,6 @@
 """Suite `multiagent`: Tag and the COVID-19 economy by WarpDrive's measures, beside NumPy on one core.
 
-    torchpod bench multiagent [--json FILE] [--quick] [--only NAME]
+    torchpod bench multiagent [--json FILE] [--quick] [--only NAME | --only headline]
 
 Rows are `WORK_GAME_AGENTS/ENVIRONMENTS`. Work: `env_only`, random actions that lie on the device, observations made,
 games begun again; `rollout`, with networks, sampling and storage; `a2c`, with the update; and `sampler` alone.
@@ -8,13 +8,18 @@ Rates are environment steps per second, without those that reset; of the sampler
 an agent chooses: WarpDrive, Lan et al. 2021 (https://arxiv.org/abs/2108.13976), calls it for each choice. In the note:
 agent steps per second, memory, the physical floor, and what WarpDrive reached on an A100, by that paper. The peer is
 one game in NumPy (peers/numpy_games.py) on the same core, whatever the number of environments. Observations are full up
-to 45 agents, beyond that partial. On CUDA, if there is any, all sizes are measured. Read harness.py first.
+to 45 agents, beyond that partial. On CUDA, if there is any, what fits in memory side by side compiles at once and is
+then measured in turn, the rows of `HEADLINE` first, and a command is over in ten minutes. Read harness.py and served.py
+first.
 """
 
 import dataclasses
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -22,13 +27,19 @@ import torch
 from torchpod.bench import floor, harness
 from torchpod.bench.anakin import describe
 from torchpod.bench.floor import Gpu
-from torchpod.bench.harness import Row, RowMaker, Worker, WorkerError
-from torchpod.bench.multiagent_worker import Details
+from torchpod.bench.harness import Measured, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.multiagent_worker import CHUNK_ROWS, Details
+from torchpod.bench.served import Job, Wave
 
 WORK = {"env_only": "env_only", "rollout": "rollout", "update": "a2c", "sampler": "sampler"}
 """Mode of the worker -> beginning of a row's name."""
 MOST_WITH_FULL = 45
 """Agents; with more, a full observation of everybody does not fit in memory."""
+BUDGET_S = 520.0
+MEMORY_SHARE = 0.7
+"""Of a GPU's memory, by estimate, for the workers that are there at once."""
+MOST_AT_ONCE = 8
+"""Workers that compile side by side, on the cores of a machine with one GPU."""
 PRODUCT = "2048x64x64"
 """Of calibrate.py: the flops of a core, for the floor."""
 
@@ -51,7 +62,20 @@ class Case(NamedTuple):
         """Whether there is one in NumPy."""
         return self.mode == "env_only"
 
+    @property
+    def memory_bytes(self) -> float:
+        """About what it takes of a GPU: its context, the rows that it keeps, and the activations of a chunk."""
+        agents, learns = self.num_envs * self.num_agents, self.mode == "update"
+        few, many = (6, 4 * self.num_agents + 1) if self.game == GRID else (71, 7 * self.num_agents)
+        seen = many if self.num_agents <= MOST_WITH_FULL else few
+        kept = {"update": 2 * UNROLL, "rollout": UNROLL}.get(self.mode, 4)
+        hidden = 32 if self.game == GRID else 256
+        activations = 24 * hidden * min(UNROLL * agents, CHUNK_ROWS["cuda"]) if learns else 0
+        return 0.8e9 + agents * kept * (4 * seen + 100) + activations
 
+
+UNROLL = 100
+"""Steps, of the worker's programs that learn."""
 GRID, PLANE, COVID = "tag_gridworld", "tag_continuous", "covid_economy"
 LEARNING = ("rollout", "update")
 CPU_CASES = (
@@ -66,6 +90,20 @@ CPU_CASES = (
     *(Case(COVID, 52, 60, mode) for mode in LEARNING),
 )
 """What a core does in twenty minutes."""
+HEADLINE = (
+    Case(GRID, 5, 2000),
+    Case(GRID, 5, 2000, "update"),
+    Case(PLANE, 5, 2000),
+    Case(PLANE, 5, 2000, "update"),
+    Case(COVID, 52, 60),
+    Case(GRID, 1000, 2000),
+    Case(PLANE, 45, 2000, "update"),
+    Case(GRID, 5, 2000, "sampler"),
+    Case(PLANE, 5, 2000, "sampler"),
+    Case(COVID, 52, 60, "update"),
+    Case(GRID, 1000, 2000, "update"),
+)
+"""What a loan of ten minutes is for: every figure of WarpDrive's, the most important first."""
 CUDA_CASES = (
     *(Case(GRID, agents, envs, mode) for agents in (5, 100, 1000) for envs in (60, 500, 2000) for mode in WORK),
     *(Case(PLANE, agents, envs, mode) for agents in (5, 45, 100) for envs in (60, 500, 2000) for mode in WORK),
@@ -86,8 +124,12 @@ WARPDRIVE = {
     "sampler_tag_continuous_5/2000": 16e6,
 }
 """Its figures on one A100, by the paper; it does not say how many of the agents of continuous Tag were taggers."""
-CUDA_GOALS = {"5/2000": 5.0, "45/2000": 5.0, "a2c_tag_gridworld_1000/2000": 2.5}
+COVID_FIGURE = 24.0
+"""Times a node of 16 CPU cores: its A100 with 60 environments of the economy."""
+CUDA_GOALS = {"5/2000": 5.0, "45/2000": 5.0, "a2c_tag_gridworld_1000/2000": 5.0}
 """Times WarpDrive's figure, by how the row's name ends."""
+UNFUSED_GOAL = 2.5
+"""Likewise, of 1000 agents whose networks are float32 and not fused."""
 CPU_GOALS = {"env_only_tag_gridworld_5/": 20.0, "env_only_tag_gridworld_1000/": 100.0}
 """Times NumPy on a core, in the best of the rows whose names begin so."""
 
@@ -104,13 +146,14 @@ def main(
     seconds: float = 0.7,
     core: int | None = None,
     workers: tuple[Worker, Worker] | None = None,
+    budget_s: float = BUDGET_S,
 ) -> int:
     """Measures, writes the result file, prints the rows; what is not said here is as in anakin.py.
 
     Args:
       json_path: where the rows go; None for bench/results/.
       quick: the first two cases, for a moment.
-      only: measure the rows whose names begin with this.
+      only: measure the rows whose names begin with this; or `headline`, those of `HEADLINE`.
       device: cpu or cuda; None for cuda if there is one.
       cases: what to measure; None for all of that device.
       rounds: times that each side runs, in turn; the first compiles cold.
@@ -118,13 +161,19 @@ def main(
       seconds: of a timed call, about.
       core: the core that all are pinned to; None for the last one.
       workers: torchpod's and NumPy's; None for the real ones.
+      budget_s: on CUDA, what is not measured by then is reported as not measured.
 
     Returns:
       0, or 1 if a goal was not reached or a side failed.
     """
+    deadline = time.monotonic() + budget_s
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     cases = cases or (CUDA_CASES if device == "cuda" else CPU_CASES)
-    cases = harness.chosen(cases, only, "multiagent")
+    cases = [*filter(cases.__contains__, HEADLINE), *(case for case in cases if case not in HEADLINE)]
+    if only == "headline":
+        cases = [case for case in cases if case in HEADLINE]
+    else:
+        cases = harness.chosen(cases, only, "multiagent")
     if quick:
         cases, rounds, repeats, seconds = cases[:2], 2, 1, 0.05
     if core is None:
@@ -132,10 +181,11 @@ def main(
     ours, peer = workers or default_workers()
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
+    served = on_gpu(cases, ours, peer, seconds, repeats, rounds, core, deadline) if device == "cuda" else {}
     for case in cases:
         sides = (ours, peer) if case.has_peer else (ours,)
         arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
-        results = harness.interleave(sides, arguments, core=core)
+        results = served.get(case) or harness.interleave(sides, arguments, core=core)
         a, b = results[ours.name], results.get(peer.name, [])
         row = make.rate(case.name, a, b, peer_name=peer.name, unit="env_steps/s" if case.mode != "sampler" else "1/s")
         failures += [f"{case.name}: {side}" for side in (a, b) if isinstance(side, WorkerError)]
@@ -154,8 +204,52 @@ def main(
         load_average=load_average,
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
-        | {"device": device, "warpdrive_a100": WARPDRIVE},
+        | {"device": device, "budget_s": budget_s, "warpdrive_a100": WARPDRIVE},
     )
+
+
+def on_gpu(
+    cases: Sequence[Case],
+    ours: Worker,
+    peer: Worker,
+    seconds: float,
+    repeats: int,
+    rounds: int,
+    core: int | None,
+    deadline: float,
+) -> dict[Case, dict[str, Measured]]:
+    """The measurements of each side: cases that fit in memory compile at once, NumPy runs when all are measured."""
+    found: dict[Case, dict[str, Measured]] = {}
+    for wave in waves(cases, MEMORY_SHARE * torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 1e11):
+        jobs = [
+            Job(case.name, ours, ["--rounds", str(rounds), *case_arguments(case, "cuda", seconds, repeats, 0)])
+            for case in wave
+        ]
+        with Wave(jobs, deadline) as running:
+            results = running.measure(rounds)
+        found |= {case: {ours.name: result.measurements} for case, result in zip(wave, results, strict=True)}
+    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+        of_game: dict[tuple[str, int], Measured] = {}
+        for case in (case for case in cases if case.has_peer):
+            if (game := case[:2]) not in of_game:
+                arguments = [case_arguments(case, "cuda", seconds, repeats, seed) for seed in range(rounds)]
+                left = max(1.0, deadline - time.monotonic())
+                of_game[game] = harness.interleave([peer], arguments, core=core, cache_dir=Path(cache), timeout_s=left)[
+                    peer.name
+                ]
+            found[case][peer.name] = of_game[game]
+    return found
+
+
+def waves(cases: Sequence[Case], limit: float) -> list[list[Case]]:
+    """In their order, as many at a time as fit in memory and have cores to compile on."""
+    found: list[list[Case]] = []
+    for case in cases:
+        if found and len(found[-1]) < MOST_AT_ONCE and sum(c.memory_bytes for c in (*found[-1], case)) <= limit:
+            found[-1].append(case)
+        else:
+            found.append([case])
+    return found
 
 
 def default_workers() -> tuple[Worker, Worker]:
@@ -221,9 +315,26 @@ def notes(case: Case, row: Row, details: Details, peak: Gpu | None) -> list[str]
         if details["kernels"]:
             told[-1] += f", launches {1e6 * found.launches_s / length:,.0f} ({details['kernels'] / length:,.1f})"
     told.append(f"memory {details.get('memory_bytes', 0) / 1e9:.2f} GB")
+    if case.mode in LEARNING:
+        told.append(f"networks {'fused' if fused(details) else 'not fused'}, {number_type(details)}")
+    if case.game == COVID and row.ratio is not None:
+        told.append(
+            f"{row.ratio / 16:.2f} of 16 NumPy cores, if they are 16 times as fast as one (WarpDrive on an A100, with"
+            f" 60 environments: {COVID_FIGURE:g} of a 16-core node)"
+        )
     if figure is not None:
         told.append(f"{row.value / figure:.2f} x WarpDrive's {figure:,.0f} on an A100")
     return told
+
+
+def fused(details: Details) -> bool:
+    """Whether all networks run as one operator each."""
+    return all(policy["fused"] for policy in details["policies"])
+
+
+def number_type(details: Details) -> str:
+    """Of the networks' numbers, and how they are multiplied."""
+    return details["dtype"] + (" in TF32" if details.get("tf32") else "")
 
 
 def missed(rows: Sequence[Row], device: str) -> list[str]:
@@ -231,6 +342,8 @@ def missed(rows: Sequence[Row], device: str) -> list[str]:
     found = []
     for row in rows if device == "cuda" else ():
         goal = next((goal for end, goal in CUDA_GOALS.items() if row.name.endswith(end)), None)
+        if "_1000/" in row.name and "networks not fused, float32" in row.note:
+            goal = UNFUSED_GOAL
         figure = WARPDRIVE.get(row.name)
         if goal and figure and row.value is not None and row.value < goal * figure:
             found.append(f"{row.name}: {row.value / figure:.2f} x WarpDrive, the goal is {goal}.")

@@ -1,6 +1,8 @@
 """The torch side of the `multiagent` suite: one game with many agents, one JSON line.
 
 taskset -c 0 python -m torchpod.bench.multiagent_worker --game tag_gridworld --num-agents 5 --full --mode update
+
+With `--rounds` it waits for its turns: see served.py.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, cast
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchpod import random
+from torchpod import mlp, random
 from torchpod.actions import random_action
 from torchpod.algos.multi_agent import IA2C, IA2CConfig, Policies
 from torchpod.anakin import Anakin, RunState
@@ -91,6 +94,8 @@ class PolicyWork(TypedDict):
     agents: int
     observation_size: int
     layers: list[tuple[int, int]]
+    fused: bool
+    """Whether its network runs as one operator (torchpod/mlp.py)."""
 
 
 class Details(Measurement):
@@ -213,57 +218,80 @@ def build(
     )
 
 
-def measure(
-    anakin: Anakin, mode: str, *, compiler: Compiler, seconds: float = 1.0, repeats: int = 3, seed: int = 0
-) -> Details:
-    """Compiles, captures on a GPU, warms up, then times `repeats` calls of about so many seconds."""
-    config, on_gpu = anakin.learner.config, anakin.device.type == "cuda"
-    began = time.perf_counter()
-    replay = Replay(PROGRAMS[mode](anakin, compiler), anakin.init(seed), capture=on_gpu)
-    replay().item()
-    first_s, began = time.perf_counter() - began, time.perf_counter()
-    replay().item()
-    each_s = time.perf_counter() - began
-    iterations = max(1, round(seconds / each_s))
-    wall_s, cpu_s, moved = [], [], []
-    for _ in range(repeats):
-        wall, cpu = time.perf_counter(), time.process_time()
-        moved.append(torch.stack([replay().clone() for _ in range(iterations)]).sum().item())  # which waits
-        wall_s.append(time.perf_counter() - wall)
-        cpu_s.append(time.process_time() - cpu)
-    rates = [steps / wall for steps, wall in zip(moved, wall_s, strict=True)]
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    learns, stores = mode == "update", mode in ("rollout", "update")
-    carried = sum(x.nbytes for x in pytree.tree_leaves(replay.state.carry))
-    measured = {
-        "framework": "torchpod",
-        "mode": mode,
-        "num_envs": anakin.num_envs,
-        "unroll_length": anakin.unroll_length,
-        "epochs": config.num_epochs if learns else 0,
-        "minibatches": config.num_minibatches if learns else 0,
-        "batch_rows": anakin.unroll_length * anakin.num_envs,
-        "param_count": sum(p.numel() for p in anakin.agent.parameters()),
-        "dtype": "float32",
-        "device": anakin.device.type,
-        "tf32": on_gpu and torch.get_float32_matmul_precision() == "high",
-        "memory_bytes": peak,
-        "iterations": iterations,
-        "total_iterations": iterations * repeats,
-        "compile_s": max(0.0, first_s - replay.capture_s - 2 * each_s),
-        "env_steps": moved,
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
-        "episode_return": None,
-        "episodes": 0,
-        "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        **details(anakin, replay.state),
-        "kernels": len(kernels(profiled(replay))) if on_gpu else 0,
-        "bytes_per_s": 0.0 if on_gpu else copy_rate(carried * (anakin.unroll_length if stores else 1)),
-    }
-    return cast(Details, measured)
+class Prepared:
+    """A program that is compiled, captured on a GPU, and warm.
+
+    Args:
+      anakin: of `build`.
+      mode: of `PROGRAMS`.
+      compiler: that of `anakin`.
+      seconds: of a timed call, about.
+      seed: of everything.
+    """
+
+    def __init__(self, anakin: Anakin, mode: str, *, compiler: Compiler, seconds: float, seed: int) -> None:
+        self._anakin, self._mode, self._seconds = anakin, mode, seconds
+        self._on_gpu = anakin.device.type == "cuda"
+        began = time.perf_counter()
+        self._replay = Replay(PROGRAMS[mode](anakin, compiler), anakin.init(seed), capture=self._on_gpu)
+        self._replay().item()
+        first_s = time.perf_counter() - began
+        self.time()
+        self._compile_s = max(0.0, first_s - self._replay.capture_s - 2 * self._each_s)
+        self._kernels = len(kernels(profiled(self._replay))) if self._on_gpu else 0
+
+    def time(self) -> None:
+        """Finds out how many iterations a timed call has."""
+        began = time.perf_counter()
+        self._replay().item()
+        self._each_s = time.perf_counter() - began
+        self._iterations = max(1, round(self._seconds / self._each_s))
+
+    def measure(self, repeats: int) -> Details:
+        """So many timed calls."""
+        anakin, replay, mode, iterations = self._anakin, self._replay, self._mode, self._iterations
+        config, on_gpu = anakin.learner.config, self._on_gpu
+        wall_s, cpu_s, moved = [], [], []
+        for _ in range(repeats):
+            wall, cpu = time.perf_counter(), time.process_time()
+            moved.append(torch.stack([replay().clone() for _ in range(iterations)]).sum().item())  # which waits
+            wall_s.append(time.perf_counter() - wall)
+            cpu_s.append(time.process_time() - cpu)
+        rates = [steps / wall for steps, wall in zip(moved, wall_s, strict=True)]
+        peak = (
+            torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
+        learns, stores = mode == "update", mode in ("rollout", "update")
+        carried = sum(x.nbytes for x in pytree.tree_leaves(replay.state.carry))
+        measured = {
+            "framework": "torchpod",
+            "mode": mode,
+            "num_envs": anakin.num_envs,
+            "unroll_length": anakin.unroll_length,
+            "epochs": config.num_epochs if learns else 0,
+            "minibatches": config.num_minibatches if learns else 0,
+            "batch_rows": anakin.unroll_length * anakin.num_envs,
+            "param_count": sum(p.numel() for p in anakin.agent.parameters()),
+            "dtype": "float32",
+            "device": anakin.device.type,
+            "tf32": on_gpu and torch.get_float32_matmul_precision() == "high",
+            "memory_bytes": peak,
+            "iterations": iterations,
+            "total_iterations": iterations * repeats,
+            "compile_s": self._compile_s,
+            "env_steps": moved,
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
+            "episode_return": None,
+            "episodes": 0,
+            "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            **details(anakin, replay.state),
+            "kernels": self._kernels,
+            "bytes_per_s": 0.0 if on_gpu else copy_rate(carried * (anakin.unroll_length if stores else 1)),
+        }
+        return cast(Details, measured)
 
 
 def details(anakin: Anakin, state: RunState) -> dict[str, Any]:
@@ -278,6 +306,7 @@ def details(anakin: Anakin, state: RunState) -> dict[str, Any]:
         PolicyWork(
             agents=sum(groups[g] for g in own),
             observation_size=observed[own[0]],
+            fused=any(sizes[0] == observed[own[0]] for sizes in mlp.FUSED),
             layers=[
                 (m.in_features, m.out_features) for m in agent.policies[name].modules() if isinstance(m, nn.Linear)
             ],
@@ -320,6 +349,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: captured, in TF32")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a timed call, about")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
+    parser.add_argument("--rounds", type=int, help="measure whenever a line comes in")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -328,8 +358,15 @@ def main() -> None:
     anakin = build(
         args.game, args.num_agents, args.num_envs, mode=args.mode, full=args.full, compiler=compiler, device=args.device
     )
-    rates = {"seconds": args.seconds, "repeats": args.repeats, "seed": args.seed}
-    print(json.dumps(measure(anakin, args.mode, compiler=compiler, **rates)))
+    prepared = Prepared(anakin, args.mode, compiler=compiler, seconds=args.seconds, seed=args.seed)
+    if not args.rounds:
+        print(json.dumps(prepared.measure(args.repeats)))
+        return
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        prepared.time()  # now it is alone on the device
+        print(json.dumps(prepared.measure(args.repeats)), flush=True)
+    print(json.dumps({"details": {}}), flush=True)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,7 @@ def test_ppo_is_recognised_alone_and_in_a_population():
         found = compiler.found
         assert found["step"] == ["mlp3", "mlp3"]  # policy and value
         assert found["_gradient_one"] == ["mlp3_backward"] * 2 + ["mlp3_kept"] * 2
+    assert {(4, 64, 64, 2), (4, 64, 64, 1)} <= mlp.FUSED
 
 
 class Names(Compiler):

@@ -29,6 +29,9 @@ of a GPU's multiprocessor, where that holds for the last layer as well."""
 SHARED_BYTES = 227 * 1024
 """Of a block of threads, that a GPU must have: what an H100 and an H200 have."""
 
+FUSED: set[tuple[int, ...]] = set()
+"""Of the networks that were fused in this process, the sizes from inputs to outputs: for those who report speed."""
+
 CONTIGUOUS = (torch.Tag.needs_contiguous_strides,)
 _LIBRARY = torch.library.Library("torchpod", "DEF")
 
@@ -119,6 +122,7 @@ def fuse(module: GraphModule) -> bool:
         if gradient is None and any(len(list(_users(layer.x))) > 1 for layer in chain[1:]):
             continue  # somebody needs the hidden layers
         found = True
+        FUSED.add((_value(chain[0].x).shape[-1], *(_value(layer.output).shape[-1] for layer in chain)))
         load(_value(layer.output).device.type)
         hidden = _insert_forward(graph, chain, kept=gradient is not None)
         if gradient:

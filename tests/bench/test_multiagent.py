@@ -27,15 +27,20 @@ FAKE = """
 import json, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 repeats, size = int(options["--repeats"]), int(options["--num-envs"])
-print(json.dumps({
+served = "--rounds" in options
+if served:
+    print(json.dumps({"ready": True}), flush=True)
+for _ in sys.stdin if served else [0]: print(json.dumps({
     "framework": "fake", "mode": options["--mode"], "num_envs": size, "unroll_length": 10, "epochs": 0,
     "minibatches": 0, "batch_rows": 10 * size, "param_count": 0, "dtype": "float32", "device": options["--device"],
     "memory_bytes": 2e9, "iterations": 1, "total_iterations": 1, "compile_s": 1.0, "env_steps": [RATE] * repeats,
     "wall_s": [1.0] * repeats, "cpu_s": [1.0] * repeats, "env_steps_per_s": {"median": RATE, "min": RATE, "max": RATE},
     "episode_return": None, "episodes": 0, "threads": {}, "versions": {},
-    "policies": [{"agents": 5, "observation_size": 21, "layers": [[21, 32], [32, 6]]}], "state_bytes": 49.0,
-    "env_flops": 0.0, "choices": 5, "kernels": 0, "bytes_per_s": 1e10,
-}))
+    "policies": [{"agents": 5, "observation_size": 21, "layers": [[21, 32], [32, 6]], "fused": FUSED}],
+    "state_bytes": 49.0, "env_flops": 0.0, "choices": 5, "kernels": 0, "bytes_per_s": 1e10,
+}), flush=True)
+if served:
+    print(json.dumps({"details": {}}))
 """
 
 
@@ -108,12 +113,12 @@ def test_the_peer_is_a_worker_of_the_harness(case, tmp_path):
     assert measured["num_envs"] == 1 and len(measured["env_steps"]) == 2 and min(measured["env_steps"]) >= 10
 
 
-def run(tmp_path, monkeypatch, cases, ours, theirs, **settings):
+def run(tmp_path, monkeypatch, cases, ours, theirs, *, fused=True, **settings):
     monkeypatch.setattr(harness, "calibrate", lambda core: PRODUCT)
     workers = []
     for name, rate in (("torchpod", ours), ("numpy", theirs)):
         path = tmp_path / f"{name}.py"
-        path.write_text(FAKE.replace("RATE", str(rate)))
+        path.write_text(FAKE.replace("RATE", str(rate)).replace("FUSED", str(fused)))
         workers.append(Worker(name, (sys.executable, "-S", str(path))))
     out = tmp_path / "out.json"
     status = multiagent.main(str(out), cases=cases, workers=tuple(workers), repeats=1, **settings)
@@ -141,7 +146,46 @@ def test_goals_that_are_missed_fail(tmp_path, monkeypatch):
     assert document["failures"] == ["env_only_tag_gridworld_5/60: 15.0 x NumPy on a core, the goal is 20."]
     status, document = run(tmp_path, monkeypatch, [Case("tag_continuous", 45, 2000, "update")], 3e5, 1, device="cuda")
     assert document["failures"] == ["a2c_tag_continuous_45/2000: 2.00 x WarpDrive, the goal is 5.0."]
-    assert "no floor is known for this device" in document["rows"][0]["note"]
+    note = document["rows"][0]["note"]
+    assert "no floor is known for this device" in note and "networks fused, float32;" in note
+
+
+def test_of_a_thousand_agents_more_is_wanted_where_networks_are_fused(tmp_path, monkeypatch):
+    cases = [Case("tag_gridworld", 1000, 2000, "update")]
+    for fused, goal in ((False, 2.5), (True, 5.0)):
+        status, document = run(tmp_path, monkeypatch, cases, 1.16e6, 1, device="cuda", fused=fused)
+        assert document["failures"] == [f"a2c_tag_gridworld_1000/2000: 2.00 x WarpDrive, the goal is {goal}."]
+
+
+def test_the_economy_is_compared_with_sixteen_cores(tmp_path, monkeypatch):
+    _, document = run(tmp_path, monkeypatch, [Case("covid_economy", 52, 60)], 3200.0, 100.0, device="cpu")
+    assert (
+        "; 2.00 of 16 NumPy cores, if they are 16 times as fast as one (WarpDrive on an A100, with 60 "
+        in (document["rows"][0]["note"])
+    )
+
+
+def test_on_a_gpu_the_headline_comes_first_and_a_budget_ends_it(tmp_path, monkeypatch):
+    cases = [Case("tag_gridworld", 5, 60), Case("covid_economy", 52, 60), Case("tag_gridworld", 5, 2000)]
+    status, document = run(tmp_path, monkeypatch, cases, 5e7, 10.0, device="cuda", seconds=0.01)
+    assert [row["name"].partition("_only_")[2] for row in document["rows"]] == [
+        "tag_gridworld_5/2000",
+        "covid_economy_52/60",
+        "tag_gridworld_5/60",
+    ]
+    assert status == 0 and all(row["ratio"] == 5e6 for row in document["rows"])
+    settings = {"device": "cuda", "only": "headline", "budget_s": 0.0}
+    status, document = run(tmp_path, monkeypatch, cases, 5e7, 10.0, **settings)
+    assert len(document["rows"]) == 2 and status == 1
+    assert "it was not ready when the time was over" in document["failures"][0]
+
+
+def test_what_is_there_at_once_fits_in_the_memory_of_a_gpu():
+    limit = 0.7 * 80e9
+    found = multiagent.waves(multiagent.HEADLINE, limit)
+    assert [case for wave in found for case in wave] == [*multiagent.HEADLINE] and len(found) <= 4
+    assert all(sum(case.memory_bytes for case in wave) <= limit for wave in found)
+    assert multiagent.HEADLINE[-1].memory_bytes > 280 * 100 * 2_000_000 * 0.9  # docs/multi-agent.md
 
 
 def test_the_floor_of_an_update_is_that_of_its_policies():
@@ -163,7 +207,7 @@ def test_the_worker_counts_environment_steps(game, num_agents, mode):
     options = {"mode": mode, "full": num_agents <= 5, "compiler": compiler, "device": "cpu"}
     anakin = worker.build(game, num_agents, 3, **options)
     anakin.unroll_length = 4
-    measured = worker.measure(anakin, mode, compiler=compiler, seconds=0.0, repeats=2)
+    measured = worker.Prepared(anakin, mode, compiler=compiler, seconds=0.0, seed=0).measure(2)
     assert measured["env_steps"] == [12.0, 12.0]  # no episode is so short
     assert sum(policy["agents"] for policy in measured["policies"]) == num_agents
     for policy in measured["policies"]:
@@ -178,7 +222,8 @@ def test_a_game_with_another_number_of_agents_is_refused():
 
 def test_every_figure_of_warpdrive_has_a_row_on_cuda_and_every_goal_a_figure_or_a_peer():
     names = [case.name for case in CUDA_CASES]
-    assert len(set(names)) == len(names) and set(WARPDRIVE) <= set(names)
+    assert len(set(names)) == len(names) and set(WARPDRIVE) <= {case.name for case in multiagent.HEADLINE}
+    assert set(multiagent.HEADLINE) <= set(CUDA_CASES)
     assert {case.name for case in CPU_CASES} <= set(names)
     for begin in multiagent.CPU_GOALS:
         assert any(case.name.startswith(begin) and case.has_peer for case in CPU_CASES)
