@@ -1,5 +1,9 @@
-"""`torchpod list losses`: what the installed TorchRL's losses do in a compiled update, found out by tracing each."""
+"""`torchpod list losses`: what the installed TorchRL's losses do in a compiled update, found out by tracing each.
 
+For a CPU: tracing for CUDA needs one.
+"""
+
+import itertools
 import re
 import warnings
 from collections.abc import Iterator
@@ -25,7 +29,7 @@ class Verdict(NamedTuple):
 
     loss: str
     verdict: str
-    """compiles whole, falls back, or unsupported."""
+    """compiles whole, falls back, by hand, or unsupported."""
     why: str = ""
 
 
@@ -36,8 +40,37 @@ def env_for(name: str) -> Env:
     return Pendulum() if name in CONTINUOUS else CartPole()
 
 
+OTHERS = {
+    **dict.fromkeys(
+        ("ACTLoss", "BCLoss", "DTLoss", "DiffusionBCLoss", "GAILLoss", "OnlineDTLoss"),
+        "it learns from demonstrations, and an agent here learns from what it did itself",
+    ),
+    **dict.fromkeys(
+        (
+            *("DreamerActorLoss", "DreamerModelLoss", "DreamerValueLoss", "DreamerV3ActorLoss", "DreamerV3Loss"),
+            *("DreamerV3ModelLoss", "DreamerV3ValueLoss", "WorldModelLoss"),
+        ),
+        "it is of a model of the environment, and LossAgent has an actor and values",
+    ),
+    "DiscreteCQLLoss": "it runs its network with parameters that no update reaches; use loss=DQNLoss",
+    "QMixerLoss": "it mixes the values of many agents, and LossAgent trains one; use loss=MAPPOLoss",
+    "RNDLoss": "it is of a bonus, not of a policy",
+}
+"""Why not, of losses that have no name here and that `LossAgent` cannot train."""
+
+
+def others() -> Iterator[Verdict]:
+    """On the losses of the installed TorchRL that have no name here."""
+    from torchrl import objectives
+
+    by_hand = "there are no networks for it by name; build it for LossAgent, which tells whether it fits"
+    found = {name for name, x in vars(objectives).items() if name.endswith("Loss") and isinstance(x, type)}
+    for name in sorted(found - LOSSES.keys()):
+        yield Verdict(name, "unsupported" if name in OTHERS else "by hand", OTHERS.get(name, by_hand))
+
+
 def verdicts() -> Iterator[Verdict]:
-    """One per loss, with small networks."""
+    """One per loss that has a name here, with small networks."""
     for name in sorted(LOSSES):
         env = env_for(name)
         try:
@@ -72,11 +105,11 @@ def main() -> int:
     """Prints the table."""
     import torchrl
 
-    print(f"torchrl {torchrl.__version__}: an update with")
+    print(f"torchrl {torchrl.__version__}, traced for a CPU (CUDA may differ: docs/torchrl-losses.md): an update with")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for loss, verdict, why in verdicts():
-            trains = f"loss={loss}"
+        for loss, verdict, why in itertools.chain(verdicts(), others()):
             reason = re.sub(r".*site-packages/", "", why)
-            print(f"{loss:24s}{verdict:16s}{trains}{'; ' + reason if reason else ''}")
+            told = [f"loss={loss}"] * (verdict in ("compiles whole", "falls back")) + [reason] * bool(reason)
+            print(f"{loss:24s}{verdict:16s}{'; '.join(told)}")
     return 0

@@ -26,6 +26,7 @@ from torchrl.objectives import (
     A2CLoss,
     ClipPPOLoss,
     DDPGLoss,
+    DiscreteCQLLoss,
     DiscreteIQLLoss,
     DiscreteSACLoss,
     DQNLoss,
@@ -703,6 +704,11 @@ UNFIT = {
         lambda actor: A2CLoss(actor, critic()),
         "A2CLoss is no pure function of its parameters; modules that write to their buffers",
     ),
+    "a network with parameters of its own": lambda: (
+        q_actor(),
+        lambda actor: DiscreteCQLLoss(actor, action_space="categorical"),
+        "DiscreteCQLLoss is no pure function of its parameters; it holds a network out of the gradient by ",
+    ),
     "a sum": lambda: (
         categorical(),
         lambda actor: Summed(actor, critic()),
@@ -976,6 +982,12 @@ def test_the_verdicts_are_those_of_the_installed_torchrl(capsys):
     assert losses.main() == 0
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[0]: line for line in lines[1:]}
-    assert found.keys() == LOSSES.keys() and torchrl.__version__ in lines[0]
-    for name, line in found.items():
-        assert ("compiles whole" if hasattr(torchrl.objectives, name) else "unsupported") in line
+    assert torchrl.__version__ in lines[0] and "traced for a CPU" in lines[0]
+    for name in LOSSES:
+        assert ("compiles whole" if hasattr(torchrl.objectives, name) else "unsupported") in found[name]
+    assert {name for name in dir(torchrl.objectives) if name.endswith("Loss")} <= found.keys()
+    for name in found.keys() - LOSSES.keys():
+        assert ("unsupported" if name in losses.OTHERS else "by hand") in found[name] and "loss=" not in found[name][
+            :40
+        ]
+    assert "by hand" in found["TD3BCLoss"] and "parameters that no update reaches" in found["DiscreteCQLLoss"]

@@ -358,10 +358,14 @@ class LossAgent(Agent):
             torch.func.grad(total)(params)
         except Exception as error:
             told = str(error).strip().split("\n")[0]
-            raise ValueError(
-                f"{self._name} is no pure function of its parameters; modules that write to their buffers, such as "
-                f"BatchNorm, cannot be used (LayerNorm can): {told}"
-            ) from error
+            if "in-place" in told:
+                told = f"modules that write to their buffers, such as BatchNorm, cannot be used (LayerNorm can): {told}"
+            elif "requires_grad_" in told:
+                told = (
+                    "it holds a network out of the gradient by requires_grad_ and runs it with the parameters that the "
+                    "network has itself, which no update here reaches; use another loss (torchpod list losses)."
+                )
+            raise ValueError(f"{self._name} is no pure function of its parameters; {told}") from error
 
     # What the agent is: its variables are those of the loss, under the names of pure_loss.py.
 
