@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpod import random
-from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
+from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
 from torchpod.types import MID, TimeStep, Tree
 
 _UNBOUNDED = 1e6  # EnvPool writes "no bound" as 1e10, or as the range of a double; Gymnasium as infinity
@@ -31,7 +31,8 @@ class Gymnasium:
     wants it: the final observation is seen, and the step that resets is a `FIRST`. The keys of `init` seed the
     environments, once; from then on they draw from their own generators, and the keys of `step` are not used.
     Float actions are clipped to their bounds; where bounds differ from entry to entry, the spec says [-1, 1] and
-    actions are scaled. Actions of several integers are numbered and become one Discrete.
+    actions are scaled. Integers in a Box are numbered and become one Discrete; a Tuple of Discrete is a MultiDiscrete.
+    A Tuple that is observed is a dict, with the names "0", "1", ...
 
     Args:
       task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
@@ -41,8 +42,9 @@ class Gymnasium:
       options: keyword arguments of `gymnasium.make`, for an id.
 
     Raises:
-      ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict of
-        these; if the action is neither Box nor Discrete, or has too many values; or if options are given without an id.
+      ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict and
+        Tuple of these; if the action is none of Box, Discrete, MultiDiscrete and Tuple of Discrete, or has too many
+        values; or if options are given without an id. While it plays, if an observation has not the shape of its space.
     """
 
     traits = HOST
@@ -75,7 +77,7 @@ class Gymnasium:
         self.close()
         makers, mode = [self._make] * keys.shape[0], AutoresetMode.NEXT_STEP
         if self._processes:
-            makers = [functools.partial(_in_worker, self._make)] * keys.shape[0]
+            makers = [functools.partial(_in_worker, self._make, self.spec.name)] * keys.shape[0]
             self._envs = AsyncVectorEnv(makers, autoreset_mode=mode, context="forkserver")
         else:
             self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
@@ -197,20 +199,40 @@ def misshapen(observation: Any, space: Any) -> str | None:
     """Which part of an observation has another shape than in its space; None if none has."""
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Dict):
-        parts = (misshapen(observation[name], inner) for name, inner in space.items())
+    if observation is None:
+        return None
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        inner = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
+        parts = (misshapen(observation[name], part) for name, part in inner)
         return next((part for part in parts if part is not None), None)
     found = np.shape(observation)
-    if observation is None or found == space.shape:
-        return None
-    return f"of shape {list(found)}, and the space says {list(space.shape)}"
+    return None if found == space.shape else f"of shape {list(found)}, and the space says {list(space.shape)}"
 
 
-def _in_worker(make: Callable[[], Any]) -> Any:
+def _in_worker(make: Callable[[], Any], name: str) -> Any:
     """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself."""
     if multiprocessing.parent_process() is not None:  # Gymnasium makes one in the run's own process too, to look at
         os.setpgrp()
-    return make()
+    return _checked(make(), name)
+
+
+def _checked(env: Any, name: str) -> Any:
+    """Looks at the shapes of observations: the memory that processes share keeps sizes alone, and repeats a number."""
+    import gymnasium
+
+    class Checked(gymnasium.Wrapper):
+        def reset(self, **arguments: Any) -> Any:
+            return self.seen(*self.env.reset(**arguments))
+
+        def step(self, action: Any) -> Any:
+            return self.seen(*self.env.step(action))
+
+        def seen(self, observation: Any, *rest: Any) -> Any:
+            if (wrong := misshapen(observation, self.observation_space)) is not None:
+                raise ValueError(f"{name} gave an observation {wrong}; make them agree.")
+            return observation, *rest
+
+    return Checked(env)
 
 
 def host_timestep(
@@ -261,8 +283,8 @@ def grouped_timestep(
     return timestep._replace(reward=rewards, discount=discount, extras=extras), last
 
 
-def action_of(space: Any, where: str) -> tuple[Box | Discrete, Callable[[np.ndarray], np.ndarray]]:
-    """The spec of an action space, and the function that turns actions of the spec into the space's.
+def action_of(space: Any, where: str) -> tuple[Box | Discrete | MultiDiscrete, Callable[[np.ndarray], Any]]:
+    """The spec of an action space, and the function that turns actions of the spec `[B, ...]` into the space's.
 
     Raises:
       ValueError: for a space that no agent here could act in.
@@ -271,8 +293,15 @@ def action_of(space: Any, where: str) -> tuple[Box | Discrete, Callable[[np.ndar
 
     if isinstance(space, spaces.Discrete):
         return Discrete(int(space.n)), lambda action: action + space.start
+    if isinstance(space, spaces.MultiDiscrete):
+        return MultiDiscrete(tuple(space.nvec.flatten().tolist())), lambda action: (
+            action.reshape(-1, *space.shape) + space.start
+        ).astype(space.dtype)
+    if isinstance(space, spaces.Tuple) and all(isinstance(x, spaces.Discrete) for x in space) and len(space):
+        starts = [int(x.start) for x in space]
+        return MultiDiscrete(tuple(int(x.n) for x in space)), lambda action: tuple((action + starts).T)
     if not isinstance(space, spaces.Box):
-        raise ValueError(f"{where} is {space}; use Box or Discrete.")
+        raise ValueError(f"{where} is {space}; use Box, Discrete, MultiDiscrete, or a Tuple of Discrete.")
     low, high = space.low, space.high
     if space.dtype is not None and space.dtype.kind != "f":
         shape, counts = space.shape, [int(b) - int(a) + 1 for a, b in zip(low.flat, high.flat, strict=True)]
@@ -299,6 +328,8 @@ def spec_of(space: Any, where: str) -> SpecTree:
 
     if isinstance(space, spaces.Dict):
         return {name: spec_of(inner, f"{where}[{name!r}]") for name, inner in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return {str(i): spec_of(inner, f"{where}[{i}]") for i, inner in enumerate(space)}
     if isinstance(space, spaces.Discrete) and space.start == 0:
         return Discrete(int(space.n))
     if isinstance(space, spaces.Discrete):
@@ -307,13 +338,14 @@ def spec_of(space: Any, where: str) -> SpecTree:
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         channels_first = len(space.shape) == 3 and dtype == torch.uint8 and space.shape[0] < min(space.shape[1:])
         return Array((*space.shape[1:], space.shape[0]) if channels_first else space.shape, dtype)
-    raise ValueError(f"{where} is {space}; use Box, Discrete, MultiBinary, or Dict of these.")
+    raise ValueError(f"{where} is {space}; use Box, Discrete, MultiBinary, or Dict and Tuple of these.")
 
 
 def to_tensors(observation: Any, spec: SpecTree) -> Tree:
     """Arrays as tensors of the spec's types, which share their memory where the type is right; images as views."""
     if isinstance(spec, dict):
-        return {name: to_tensors(observation[name], inner) for name, inner in spec.items()}
+        parts = dict(zip(spec, observation, strict=True)) if isinstance(observation, tuple) else observation
+        return {name: to_tensors(parts[name], inner) for name, inner in spec.items()}
     tensor = torch.from_numpy(np.ascontiguousarray(observation)).to(spec.dtype)
     # With channels first. Moving them costs many times what a copy does, which a device does better.
     return tensor if tensor.shape[1:] == spec.shape else tensor.movedim(1, -1)

@@ -55,7 +55,8 @@ class Joint(gymnasium.Env):
     def step(self, action: dict[str, np.ndarray]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Those whom the environment lists act."""
         listed, before = set(self.env.agents), self._alive
-        chosen = {a: action[g][i] for g, x in self.groups.items() for i, a in enumerate(x) if a in listed}
+        rows = {g: list(zip(*x, strict=True)) if isinstance(x, tuple) else x for g, x in action.items()}
+        chosen = {a: rows[g][i] for g, x in self.groups.items() for i, a in enumerate(x) if a in listed}
         observation, reward, terminated, truncated, _ = self.env.step(chosen)
         alive = {a for a in self.env.agents if not (terminated.get(a) or truncated.get(a))}
         over = not alive
@@ -194,6 +195,8 @@ def zeros(space: Any) -> Any:
     """An observation of zeros."""
     if isinstance(space, spaces.Dict):
         return {name: zeros(inner) for name, inner in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(zeros(inner) for inner in space)
     return np.zeros(space.shape, space.dtype)
 
 

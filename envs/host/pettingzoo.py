@@ -43,9 +43,9 @@ class PettingZoo(Gymnasium):
     Raises:
       ImportError: if pettingzoo is not installed.
       ValueError: if the environment cannot be made or is none for several agents at a time; if groups are wrong; if an
-        observation is none of Box, Discrete, MultiBinary, and Dict of these; if an action is none of Box, Discrete and
-        MultiDiscrete; or if options are given with a function. While it plays, if an agent that has to act gets no
-        observation, or a mask that allows nothing.
+        observation is none of Box, Discrete, MultiBinary, and Dict and Tuple of these; if an action is none of Box,
+        Discrete, MultiDiscrete and Tuple of Discrete; or if options are given with a function. While it plays, if an
+        agent that has to act gets no observation, or a mask that allows nothing.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class PettingZoo(Gymnasium):
         self._members, self._in_turns = probe.groups, probe.in_turns
         observation, action, to_native = {}, {}, {}
         for group in probe.groups:
-            action[group], to_native[group] = _action_of(probe.acts[group], f"{probe.name}: action_space of {group}")
+            action[group], to_native[group] = action_of(probe.acts[group], f"{probe.name}: action_space of {group}")
             where = f"{probe.name}: observation_space of {group}"
             observation[group] = _masked(spec_of(probe.seen[group], where), action[group], where)
         sizes = {group: len(agents) for group, agents in probe.groups.items()}
 
-        def native(actions: dict[str, Tensor]) -> dict[str, np.ndarray]:
+        def native(actions: dict[str, Tensor]) -> dict[str, Any]:
             flat = {group: to_native[group](x.flatten(0, 1).numpy()) for group, x in actions.items()}
-            return {group: x.reshape(-1, sizes[group], *x.shape[1:]) for group, x in flat.items()}
+            return {g: pytree.tree_map(lambda x, n=sizes[g]: x.reshape(-1, n, *x.shape[1:]), flat[g]) for g in flat}
 
         return EnvSpec(probe.name, observation, action, truncates_early=True, groups=sizes), native
 
@@ -162,15 +162,6 @@ def _pettingzoo() -> Any:
         return importlib.import_module("pettingzoo")
     except ImportError as error:
         raise ImportError("PettingZoo needs the package pettingzoo: pip install 'torchpod-rl[pettingzoo]'.") from error
-
-
-def _action_of(space: Any, where: str) -> tuple[Box | Discrete | MultiDiscrete, Callable[[np.ndarray], np.ndarray]]:
-    """`action_of`, and several integers at a time."""
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        return MultiDiscrete(tuple(space.nvec.tolist())), lambda action: action + space.start
-    return action_of(space, where)
 
 
 def _masked(observation: SpecTree, action: Box | Discrete | MultiDiscrete, where: str) -> SpecTree:

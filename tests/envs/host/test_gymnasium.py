@@ -1,12 +1,14 @@
 """Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
 
 import re
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import variables_of
@@ -14,7 +16,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium
 from torchpod.envs.host.gymnasium import spec_of
 from torchpod.rollout import make_step, start, unroll
-from torchpod.specs import Array, Box, Discrete
+from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID
 
@@ -39,27 +41,69 @@ class Countdown(gymnasium.Env):
         return {"count": np.array([10.0 + self.total]), "flag": np.array([1, 0], np.int8)}
 
 
+class Bets(gymnasium.Env):
+    """Two bets per step, on what is seen; the first one decides when it terminates, else it is truncated after 4."""
+
+    observation_space = spaces.Tuple([spaces.Discrete(3), spaces.Box(0.0, 1.0, (2,), np.float32)])
+    action_space: spaces.Space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3, start=-1)])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.steps += 1
+        return self._observation(), float(10 * action[0] + action[1]), bool(action[0]), self.steps >= 4, {}
+
+    def _observation(self) -> Any:
+        return int(self.np_random.integers(3)), self.np_random.random(2, np.float32)
+
+
 def keys(num, seed=0):
     return random.split(random.key(seed), num)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "FrozenLake-v1"])
-def test_registered_environments_keep_the_contract(name):
-    check_env(Gymnasium(name), num_envs=3)
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "FrozenLake-v1", "Blackjack-v1", Bets])
+def test_environments_keep_the_contract(task):
+    check_env(Gymnasium(task), num_envs=3)
 
 
-def test_an_environment_in_processes_is_the_same(seed):
-    envs = [Gymnasium("CartPole-v1"), Gymnasium("CartPole-v1", processes=True)]
+@pytest.mark.filterwarnings("ignore:.*ERROR")  # Gymnasium tells what a worker raised as a warning, too
+def test_an_environment_in_processes_is_the_same_and_its_mistakes_have_the_same_name(seed):
+    class Own(Bets):  # a class of this function: sent to the workers as it is
+        observation_space = spaces.Dict({"seen": Bets.observation_space, "flags": spaces.MultiBinary(2)})
+        count = 0
+
+        def _observation(self):
+            self.count += 1
+            flags = np.ones(2 if self.count < 32 else 1, np.int8)  # NumPy would write one number into both places
+            return {"seen": super()._observation(), "flags": flags}
+
+    envs, truncated = [Gymnasium(Own), Gymnasium(Own, processes=True)], 0
     try:
         timesteps = [env.init(keys(2, seed))[1] for env in envs]
-        for step in range(40):
-            for a, b in zip(*(t._asdict().items() for t in timesteps), strict=True):
-                assert a[0] == "extras" or torch.equal(a[1], b[1])
-            action = random.bits(random.at(keys(2, seed), step), 1)[:, 0] & 1
+        for step in range(30):
+            pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), *timesteps)
+            action = random.bits(random.at(keys(2, seed), step), 2) % torch.tensor([2, 3])
+            action[1, 0] = 0  # never terminates
             timesteps = [env.step(None, action, keys(2))[1] for env in envs]
+            truncated += int(timesteps[1].step_type[1] == LAST and timesteps[1].discount[1] == 1)
+        assert set(timesteps[1].extras) == {"raw_reward", "game_over"} and truncated == 6
+        for env in envs:
+            with pytest.raises(
+                ValueError, match=r"^Own gave an observation of shape \[1\], and the space says \[2\]; make"
+            ):
+                env.step(None, torch.zeros(2, 2, dtype=torch.int64), keys(2))
     finally:
         for env in envs:
             env.close()
+
+
+@pytest.mark.slow
+def test_environments_in_processes_keep_the_contract():
+    check_env(Gymnasium(Bets, processes=True), num_envs=2, compile=False)
 
 
 def test_episodes_end_as_the_environment_says():
@@ -100,19 +144,21 @@ def test_a_discrete_observation_that_starts_elsewhere_is_a_number():
     assert spec_of(spaces.Discrete(3), "observation") == Discrete(3)
 
 
-def test_unroll_steps_it_like_any_environment():
-    env = Gymnasium("CartPole-v1")
+@pytest.mark.parametrize("task", ["CartPole-v1", Bets])
+def test_unroll_steps_it_like_any_environment(task):
+    env = Gymnasium(task)
     agent = PPO(env.spec, PPOConfig(hidden=(8,)))
     params, buffers = variables_of(agent)
     carry = start(agent, env, keys(4))
     carry, trajectory = unroll(make_step(agent, env), params | buffers, carry, keys(4), keys(4, 1), length=60)
-    assert trajectory.timestep.observation.shape == (61, 4, 4)
+    leaves = pytree.tree_leaves(trajectory.timestep.observation)
+    assert [x.shape for x in leaves] == ([(61, 4, 4)] if task != Bets else [(61, 4), (61, 4, 2)])
     assert (trajectory.timestep.step_type == LAST).sum() >= 4
     assert torch.isfinite(agent.prepare(trajectory, keys(4)).steps["advantage"]).all()
 
 
 class Pair(Countdown):
-    observation_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
+    observation_space = spaces.Tuple([spaces.Discrete(2), spaces.MultiDiscrete([2, 3])])
 
 
 class Many(Countdown):
@@ -124,19 +170,27 @@ class Long(Countdown):
 
 
 class Two(Countdown):
-    action_space = spaces.MultiDiscrete([2, 2])
+    action_space = spaces.MultiBinary(2)
+
+
+class Mixed(Countdown):
+    action_space = spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1)])
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (Pair, "Pair: observation_space is Tuple(Discrete(2), Discrete(2)); use Box, Discrete, MultiBinary, or Dict"),
+        (Pair, "Pair: observation_space[1] is MultiDiscrete([2 3]); use Box, Discrete, MultiBinary, or Dict and Tuple"),
         (
             Many,
             "Many: action_space is Box(0, 9, (5,), int64), more than 10000 joint actions; choose another environment.",
         ),
         (Long, "Long: action_space is Box(-9223372036854775808, 9223372036854775807, (1,), int64), more than 10000"),
-        (Two, "Two: action_space is MultiDiscrete([2 2]); use Box or Discrete."),
+        (Two, "Two: action_space is MultiBinary(2); use Box, Discrete, MultiDiscrete, or a Tuple of Discrete."),
+        (
+            Mixed,
+            "Mixed: action_space is Tuple(Discrete(2), Box(0.0, 1.0, (1,), float32)); use Box, Discrete, MultiDisc",
+        ),
     ],
 )
 def test_a_space_that_no_agent_reads_is_refused(make, sentence):
@@ -174,7 +228,7 @@ class Told(gymnasium.Env):
 
     def step(self, action):
         assert self.action_space.contains(action)
-        return self.reset()[0], float(action.flatten() @ [100, 10, 1][: action.size]), False, False, {}
+        return self.reset()[0], float(np.ravel(action) @ [100, 10, 1][: np.size(action)]), False, False, {}
 
 
 def test_several_integers_become_one_number():
@@ -182,6 +236,24 @@ def test_several_integers_become_one_number():
     assert env.spec.action == Discrete(2 * 3 * 2)
     env.init(keys(12))
     _, timestep = env.step(None, torch.arange(12), keys(12))
+    assert timestep.reward.tolist() == [a + b + c for a in (0, 100) for b in (-10, 0, 10) for c in (5, 6)]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.MultiDiscrete([2, 3, 2], start=[0, -1, 5], dtype=np.int32),
+        spaces.MultiDiscrete([[2], [3], [2]], start=[[0], [-1], [5]]),
+        spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3, start=-1), spaces.Discrete(2, start=5)]),
+    ],
+    ids=["MultiDiscrete", "in rows", "Tuple"],
+)
+def test_several_choices_stay_several(space):
+    env = Gymnasium(lambda: Told(space))
+    assert env.spec.action == MultiDiscrete((2, 3, 2))
+    env.init(keys(12))
+    action = torch.cartesian_prod(*map(torch.arange, (2, 3, 2)))
+    _, timestep = env.step(None, action, keys(12))
     assert timestep.reward.tolist() == [a + b + c for a in (0, 100) for b in (-10, 0, 10) for c in (5, 6)]
 
 

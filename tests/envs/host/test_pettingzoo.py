@@ -239,6 +239,35 @@ def test_actions_reach_their_agents():
     assert Told.told == {"counts_0": 7, "several_0": [1, 3], "steers_0": [0.5, 2.0], "joint_0": [1, 1]}
 
 
+class Trading(Leaving):
+    """Observes and acts in pairs; the second half of an action becomes the reward."""
+
+    seen = spaces.Tuple([spaces.Discrete(100), spaces.Box(0, 99, (1,), np.float64)])
+    acts: Any = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(4, start=-1)])
+
+    def step(self, actions):
+        assert all(self.acts.contains(x) for x in actions.values())
+        observation, _, terminated, truncated, infos = super().step({a: x[0] for a, x in actions.items()})
+        return observation, {a: float(x[1]) for a, x in actions.items()}, terminated, truncated, infos
+
+    def observed(self, agents):
+        return {a: (int(x[0]), x) for a, x in super().observed(agents).items()}
+
+
+def test_tuples_are_dicts_that_are_observed_and_several_choices():
+    env = PettingZoo(Trading)
+    assert env.spec.observation["wolf"] == {"0": Discrete(100), "1": Array((1,))}
+    assert env.spec.action["wolf"] == MultiDiscrete((3, 4))
+    env.init(keys(1))
+    choices = {"wolf": torch.tensor([[[1, 0], [0, 3]]]), "sheep": torch.tensor([[[0, 2]]])}  # the first wolf leaves
+    for alive in (1, 0):
+        _, timestep = env.step(None, choices, keys(1))
+        assert timestep.observation["wolf"]["0"].tolist() == ([[2, 12]] if alive else [[0, 13]])
+        assert timestep.observation["wolf"]["1"].tolist() == ([[[2.0], [12.0]]] if alive else [[[0.0], [13.0]]])
+        assert timestep.reward["wolf"].tolist() == [[-1.0 * alive, 2.0]] and timestep.reward["sheep"].item() == 1.0
+    check_env(env)
+
+
 class Masked(Leaving):
     """Allows action 0 alone, and nothing to those who leave."""
 
