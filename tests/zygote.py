@@ -22,6 +22,7 @@ for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
     if child == 0:
+        os.setsid()
         os.chdir(job["cwd"])
         os.environ.update(job["env"])
         for number, name in ((1, "out"), (2, "err")):
@@ -58,7 +59,7 @@ class Job:
             pass
 
     def wait(self) -> int:
-        """The exit status; minus the signal that ended it."""
+        """The exit status; minus the signal that ended it. The session of its processes is `pid`."""
         if self.status is None:
             assert self._server.stdout is not None
             self.status = int(self._server.stdout.readline())

@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import gymnasium
 import pytest
 import torch
 
+from tests.zygote import Zygote
 from torchpod import checkpoint, random
 from torchpod.env import close_all
 from torchpod.main import main
@@ -42,13 +44,13 @@ import numpy as np
 
 
 class Corridor(gymnasium.Env):
-    """Go right; `breaks` ends the process's patience at a step of that number."""
+    """Go right."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, length: int = 5, breaks: int = 0) -> None:
-        self.length, self.breaks, self.position, self.count = length, breaks, 0, 0
+    def __init__(self, length: int = 5) -> None:
+        self.length, self.position, self.count = length, 0, 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -57,8 +59,6 @@ class Corridor(gymnasium.Env):
 
     def step(self, action):
         self.count += 1
-        if self.count == self.breaks:
-            raise OSError("the corridor is closed")
         self.position += int(action)
         return self._observe(), float(action), self.position >= self.length, False, {}
 
@@ -123,16 +123,47 @@ class Slow(Corridor):
         return super().step(action)
 
 
-class Endless(Corridor):
-    """Gives a reward that is no number after 100 steps."""
+class Faulty(Corridor):
+    """Does not come back from its step 120, raises, or shows what is no number or of another shape."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
 
     def step(self, action):
-        observation, reward, *rest = super().step(action)
-        return observation, reward if self.count < 100 else float("nan"), *rest
+        if self.count < 120:
+            return super().step(action)
+        Path("fault").touch()
+        if self.fault == "hang":
+            time.sleep(1e6)
+        if self.fault == "raise":
+            raise OSError("the corridor is closed")
+        return np.full(2 if self.fault == "shape" else 1, np.nan, np.float32), np.nan, False, False, {}
 
 
 def corridor(length: int = 3) -> gymnasium.Env:
     return Corridor(length)
+'''
+AGENT = '''
+from pathlib import Path
+
+from torchpod.algos.ppo import PPO, PPOConfig
+
+
+class Forgetful(PPO):
+    """Cannot learn any more after 120 minibatches."""
+
+    count = 0
+
+    def __init__(self, spec, config: PPOConfig):
+        super().__init__(spec, config)
+
+    def loss(self, batch, keys, target):
+        Forgetful.count += 1
+        if Forgetful.count > 120:
+            Path("fault").touch()
+            raise ArithmeticError("what was it about?")
+        return super().loss(batch, keys, target)
 '''
 
 
@@ -140,7 +171,15 @@ def corridor(length: int = 3) -> gymnasium.Env:
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corridor.py").write_text(ENVIRONMENT)
+    (tmp_path / "agent.py").write_text(AGENT)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
 
 
 def train(*overrides):
@@ -167,17 +206,52 @@ def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
     assert json.loads(Path("run/summary.json").read_text())["eval_return"]["episodes"] == 2
 
 
-def test_a_broken_environment_leaves_a_checkpoint_and_its_traceback(capsys):
-    assert train("env=corridor.py:Corridor", "+env.breaks=120", f"total_env_steps={40 * STEPS}", "run_dir=run") == 1
-    name = checkpoint.latest(Path("run")).name
-    *trace, message = capsys.readouterr().err.splitlines()
-    assert trace[0].startswith("Traceback") and any("corridor.py" in line for line in trace)
-    assert message.startswith("torchpod: error: actor thread ") and message.endswith(
-        f"failed: OSError: the corridor is closed. Iteration {int(name)} is saved; go on with resume=run"
-    )
-    assert 14 < int(name) < 20  # 120 steps of an environment, and the resets between its episodes
-    assert main(["train", "resume=run", f"total_env_steps={22 * STEPS}"]) == 0
-    assert int(checkpoint.latest(Path("run")).name) > int(name)
+@pytest.mark.parametrize(
+    ("settings", "trace", "last"),
+    [
+        (
+            "env=corridor.py:Faulty +env.fault=raise",
+            "Traceback.*corridor.py.*OSError: the corridor is closed\n",
+            "torchpod: error: actor thread . failed: OSError: the corridor is closed. {saved}",
+        ),
+        (
+            "env=corridor.py:Faulty +env.fault=shape",
+            "Traceback.*ValueError: Faulty gave .*\n",
+            r"torchpod: error: actor thread . failed: ValueError: .* shape \[2\], and the space says \[1\]; .* {saved}",
+        ),
+        (
+            "env=corridor.py:Faulty +env.fault=hang loop.timeout_s=1",
+            "",
+            "torchpod: error: actor thread . has waited . s for a step of its Faulty environments; .* {saved}",
+        ),
+        (
+            "env=corridor.py:Faulty +env.fault=nan",
+            "",
+            "torchpod: error: a gradient of iteration .* The environment gave numbers that are not finite: reward, "
+            "observation, extras.* Iteration {name}, before it, is saved in run.",
+        ),
+        (
+            "env=corridor.py:Corridor algo=agent.py:Forgetful",
+            "Traceback.*agent.py.*ArithmeticError: what was it about.\n",
+            "{saved}",
+        ),
+    ],
+    ids=["raises", "shape", "hangs", "nan", "learner"],
+)
+def test_a_fault_ends_the_process_soon_with_its_traceback_and_a_checkpoint(zygote, folder, settings, trace, last):
+    small = [x for x in SMALL if "hidden" not in x]
+    job = zygote.start("train", *small, *settings.split(), "total_env_steps=1_000_000", "run_dir=run", cwd=folder)
+    assert job.wait() == 1
+    assert time.time() - Path("fault").stat().st_mtime < 10
+    assert session_of(job) == []
+    name = int(checkpoint.latest(Path("run")).name)
+    last = last.format(name=name, saved=f"Iteration {name} is saved; go on with resume=run")
+    assert re.fullmatch(f"{trace}{last}\n", job.err, re.DOTALL), job.err
+    assert 7 < name < 20  # 120 steps of an environment, and the resets between its episodes
+    dumped = [path.name for path in Path("run").glob("nan/*")]
+    assert dumped == ([f"iteration-{name + 1}-rank-0.pt"] if "nan" in settings else [])
+    assert main(["train", "resume=run", f"total_env_steps={(name + 1) * STEPS}"]) == 0
+    assert int(checkpoint.latest(Path("run")).name) == name + 1
 
 
 @pytest.mark.parametrize(
@@ -345,17 +419,6 @@ def test_the_progress_line_advises_what_the_environment_has(env, advice, monkeyp
     monkeypatch.setattr("torchpod.run.ConsoleSink", Sink)
     assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
     assert given == [advice]
-
-
-def test_a_reward_that_is_no_number_is_named_and_leaves_the_state_before_it(capsys):
-    assert train("env=corridor.py:Endless", f"total_env_steps={40 * STEPS}", "run_dir=run") == 1
-    error = capsys.readouterr().err
-    name = int(checkpoint.latest(Path("run")).name)
-    assert "The environment gave numbers that are not finite: reward, extras" in error
-    assert error.endswith(f" Iteration {name}, before it, is saved in run.\n") and name > 10
-    assert [path.name for path in Path("run/nan").iterdir()] == [f"iteration-{name + 1}-rank-0.pt"]
-    assert main(["eval", "run", "--episodes", "1"]) == 0
-    assert main(["train", "resume=run", f"total_env_steps={(name + 2) * STEPS}"]) == 0
 
 
 def test_a_resumed_run_with_other_actors_says_that_bits_may_differ(capsys):
