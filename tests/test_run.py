@@ -79,15 +79,22 @@ def rows_written(run_dir: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("interval_s", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_ten_times_ends_as_if_nothing_had_happened(
-    interval_s: float, zygote: Zygote, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kills", "settings"),
+    [
+        pytest.param(10, ("checkpoint.interval_s=0",), id="anakin"),
+        pytest.param(10, ("checkpoint.interval_s=0.2",), id="anakin, now and then", marks=pytest.mark.slow),
+        pytest.param(2, ("checkpoint.interval_s=0", "loop=sebulba"), id="sebulba"),  # two actor threads, lag 1
+    ],
+)
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
+    kills: int, settings: tuple[str, ...], zygote: Zygote, tmp_path: Path
 ):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed={seed}")
     draw = random.Random(seed)
-    kills, iterations = 10, 80
-    command = ("train", *CARTPOLE, f"total_env_steps={iterations * ITERATION}", f"checkpoint.interval_s={interval_s}")
+    iterations = 8 * kills
+    command = ("train", *CARTPOLE, f"total_env_steps={iterations * ITERATION}", *settings)
     status, _, error = zygote.run(*command, "run_dir=whole", cwd=tmp_path)
     assert status == 0, error
     killed, killed_at = tmp_path / "killed", []
