@@ -37,8 +37,8 @@ class Gymnasium:
     Args:
       task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
         (also the class itself).
-      processes: step in worker processes (forkserver), for environments that take longer than 0.1 ms; otherwise in
-        the calling thread.
+      processes: step in worker processes (forkserver), for steps that take long beside a message to a process and
+        back; otherwise in the calling thread.
       options: keyword arguments of `gymnasium.make`, for an id.
 
     Raises:

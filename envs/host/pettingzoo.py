@@ -36,8 +36,8 @@ class PettingZoo(Gymnasium):
       task: an id that is registered with PettingZoo, such as "sisl/pursuit-v5"; a module with a `parallel_env`, such as
         "mpe2.simple_spread_v3"; or a function without arguments that returns a ParallelEnv (also the class itself).
       groups: `{group: [agents]}` instead of names; every agent in one, and those of a group alike.
-      processes: step in worker processes (forkserver), for environments that take longer than 0.1 ms; otherwise in
-        the calling thread.
+      processes: step in worker processes (forkserver), for steps that take long beside a message to a process and
+        back; otherwise in the calling thread.
       options: keyword arguments of `pettingzoo.make` or `parallel_env`, for an id or a module.
 
     Raises:

@@ -22,7 +22,9 @@ ELSEWHERE = ("git ", "make ", "torchpod bench")
 def commands(text):
     """The lines of a page's shell blocks, without comments; several commands may stand side by side."""
     blocks = [
-        body for kind, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if kind != "python"
+        body
+        for kind, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        if kind not in ("python", "text")
     ]
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [command for line in lines for command in re.split(r"\s{3,}", line) if command]
