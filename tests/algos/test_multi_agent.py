@@ -19,7 +19,7 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, start, unroll
-from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import check_agent, check_env
 from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory
 
@@ -32,6 +32,7 @@ T, B = 12, 5
 class Arena(TensorEnv):
     """Three agents with masks of which some fall out; one with two choices at once; and two more like the first."""
 
+    numbers_of_c = 1
     spec = EnvSpec(
         "arena",
         observation={
@@ -52,7 +53,7 @@ class Arena(TensorEnv):
         reward = {
             "a": state["x"][:, :3] * action["a"] * state["alive"],
             "b": action["b"].float().sum(-1) - state["x"][:, 4:5],
-            "c": state["x"][:, 5:7] - action["c"],
+            "c": state["x"][:, 5:7] - action["c"].float().reshape(-1, 2, self.numbers_of_c).sum(-1),
         }
         return {"x": x, "alive": state["alive"] & (x[:, 14:] > 0.2)}, reward, x[:, 0] > 0.9
 
@@ -70,7 +71,22 @@ class Arena(TensorEnv):
         return {"x": x, "action_mask": torch.arange(4, device=x.device) != (x[..., :1] * 4).long()}
 
 
-ARENA = Arena()
+class Pushed(Arena):
+    """The last two act in a box."""
+
+    numbers_of_c = 2
+    spec = dataclasses.replace(
+        Arena.spec,
+        observation=Arena.spec.observation | {"c": {"x": Array((3,))}},
+        action=Arena.spec.action | {"c": Box((2,), -1.0, 3.0)},
+    )
+
+    def observe(self, state):
+        observation = super().observe(state)
+        return observation | {"c": {"x": observation["c"]["x"]}}
+
+
+ARENA, PUSHED = Arena(), Pushed()
 
 
 def make(cls, seed, spec=Arena.spec, **config):
@@ -82,11 +98,11 @@ def make(cls, seed, spec=Arena.spec, **config):
     return agent
 
 
-def rollout(agent, seed):
+def rollout(agent, seed, env=ARENA):
     keys = random.split(random.key(seed), B)
     params, buffers = variables_of(agent)
     with torch.no_grad():
-        step, carry = make_step(agent, ARENA), start(agent, ARENA, keys)
+        step, carry = make_step(agent, env), start(agent, env, keys)
         return unroll(step, params | buffers, carry, keys, random.split(random.key(seed + 1), B), length=T)[1]
 
 
@@ -98,27 +114,36 @@ def learned(agent, trajectory, seed):
     return state, metrics
 
 
-def test_the_arena_keeps_the_contract():
-    check_env(ARENA, compile=False)
+@pytest.mark.parametrize("env", [ARENA, PUSHED], ids=["arena", "pushed"])
+def test_the_arena_keeps_the_contract(env):
+    check_env(env, compile=False)
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
-@pytest.mark.parametrize("policies", [None, {"one": [4, "a"], "two": ["b"], "three": [5]}])
-def test_every_agent_keeps_the_contract(cls, policies):
-    check_agent(make(cls, 0, policies=policies), ARENA, compile=False)
+@pytest.mark.parametrize(
+    ("env", "policies"), [(ARENA, None), (ARENA, {"one": [4, "a"], "two": ["b"], "three": [5]}), (PUSHED, None)]
+)
+def test_every_agent_keeps_the_contract(cls, env, policies):
+    check_agent(make(cls, 0, spec=env.spec, policies=policies), env, compile=False)
 
 
 @pytest.mark.parametrize("recurrent", [0, 3])
 @pytest.mark.parametrize(
-    "policies",
-    [None, {"one": [4, 1, 0], "two": [3], "three": [5, 2]}, {"all": ["c", "a"], "b": ["b"]}],
-    ids=["groups", "mixed", "shared"],
+    ("env", "policies"),
+    [
+        (ARENA, None),
+        (ARENA, {"one": [4, 1, 0], "two": [3], "three": [5, 2]}),
+        (ARENA, {"all": ["c", "a"], "b": ["b"]}),
+        (PUSHED, {"one": [5], "a": ["a"], "two": [3], "three": [4]}),
+        (PUSHED, None),
+    ],
+    ids=["groups", "mixed", "shared", "boxes", "box"],
 )
-def test_an_agent_acts_as_its_policy_says_and_by_its_own_key(seed, policies, recurrent):
+def test_an_agent_acts_as_its_policy_says_and_by_its_own_key(seed, env, policies, recurrent):
     """Row by row, and agent by agent."""
-    agent = make(IPPO, seed, policies=policies, recurrent=recurrent)
+    agent = make(IPPO, seed, spec=env.spec, policies=policies, recurrent=recurrent)
     keys = random.split(random.key(seed), B)
-    _, timestep = ARENA.init(keys)
+    _, timestep = env.init(keys)
     state = pytree.tree_map(lambda x: torch.rand_like(x), agent.initial_state(B))
     timestep = timestep._replace(step_type=timestep.step_type + 1)
     out, after = agent.act(timestep, state, keys)
@@ -134,7 +159,7 @@ def test_an_agent_acts_as_its_policy_says_and_by_its_own_key(seed, policies, rec
             )
             memory = state[name][:, place] if recurrent else ()
             expected, memory = policy.act(rows, memory, random.fold_in(keys, i))
-            assert torch.equal(out.action[group][:, k], expected.action), (name, i)
+            torch.testing.assert_close(out.action[group][:, k], expected.action)  # whole numbers are equal
             torch.testing.assert_close(out.extras[name]["state_value"][:, place], expected.extras["state_value"])
             if recurrent:
                 torch.testing.assert_close(after[name][:, place], memory)
@@ -160,11 +185,19 @@ def alone(trajectory, name, numbers):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_each_policy_takes_the_step_that_its_agent_takes_alone(seed, normalize):
+@pytest.mark.parametrize(
+    ("env", "policies"),
+    [
+        (ARENA, {"one": [0, 1, 4], "two": [3], "three": [2, 5]}),
+        (PUSHED, {"one": [0, 1, 2], "two": [3], "three": [4, 5]}),
+    ],
+    ids=["arena", "pushed"],
+)
+def test_each_policy_takes_the_step_that_its_agent_takes_alone(seed, env, policies, normalize):
     """With the rows of its agents alone; those of an agent that is out of the game are none."""
-    policies = {"one": [0, 1, 4], "two": [3], "three": [2, 5]}
-    agent = make(IPPO, seed, policies=policies, normalize_advantage=normalize, entropy_coefficient=0.1)
-    trajectory = rollout(agent, seed)
+    config = {"normalize_advantage": normalize, "entropy_coefficient": 0.1}
+    agent = make(IPPO, seed, spec=env.spec, policies=policies, **config)
+    trajectory = rollout(agent, seed, env)
     state, metrics = learned(agent, trajectory, seed)
     for name, numbers in policies.items():
         rows, alive = alone(trajectory, name, numbers)

@@ -11,6 +11,7 @@ from torchpod.agent import Agent
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.actor_critic import ActorCriticConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
+from torchpod.algos.multi_agent import IA2C, IPPO, IA2CConfig, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler, RecompilationError
@@ -19,6 +20,9 @@ from torchpod.envs.bsuite.catch import Catch
 from torchpod.envs.bsuite.memory_chain import MemoryChain
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.envs.multi_agent.covid_economy import CovidEconomy
+from torchpod.envs.multi_agent.tag_continuous import TagContinuous
+from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld
 from torchpod.learner import LearnerConfig
 from torchpod.types import FIRST
 
@@ -40,6 +44,29 @@ OTHERS = {
     "gru": Subject(MemoryChain(memory_length=3), PPO, PPOConfig(hidden=(8,), recurrent=8), unroll_length=6),
     "a2c": Subject(CartPole(max_episode_steps=9), A2C, A2CConfig(hidden=(16, 16))),
     "impala": Subject(CartPole(max_episode_steps=9), IMPALA, IMPALAConfig(hidden=(16, 16))),
+    "groups": Subject(
+        TagGridWorld(num_taggers=2, grid_length=4, max_episode_steps=5),
+        IA2C,
+        IA2CConfig(hidden=(8,), policies={"all": ["tagger", "runner"]}),
+        unroll_length=8,
+    ),
+    "tag": Subject(
+        TagContinuous(
+            num_taggers=1,
+            num_runners=2,
+            use_full_observation=True,
+            tagging_distance=0.2,
+            max_episode_steps=5,
+            num_acceleration_levels=2,
+            num_turn_levels=2,
+        ),
+        IPPO,
+        IPPOConfig(hidden=(8,)),
+        unroll_length=8,
+    ),
+    "covid": Subject(
+        CovidEconomy(max_episode_steps=6, cooldown=2, subsidy_interval=3), IPPO, IPPOConfig(hidden=(8,)), 8
+    ),
 }
 
 
@@ -67,7 +94,7 @@ def test_one_compiled_iteration_equals_eager_from_the_same_carry(seed, compiled)
     assert_compiled_equals_eager(seed, make(False), compiled)
 
 
-SLOW = ("gru", "impala")
+SLOW = ("gru", "a2c", "impala", "tag", "covid")  # "groups" is A2C too
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OTHERS])
@@ -82,8 +109,10 @@ def assert_compiled_equals_eager(seed, eager, compiled):
         (carry, want), (compiled_carry, got) = eager.rollout(state), compiled.rollout(state)
         first = want.timestep.step_type == FIRST
         assert first.sum() >= B
-        exact = 0.0 if isinstance(eager.env, CartPole | Catch | MemoryChain) else 1e-6  # Pendulum: cos, sin of uniforms
-        assert_close(got.timestep.observation[first], want.timestep.observation[first], rtol=0, atol=exact)
+        # Pendulum: cos, sin of uniforms
+        exact = 0.0 if isinstance(eager.env, CartPole | Catch | MemoryChain | TagGridWorld) else 1e-6
+        began = [pytree.tree_map(lambda x, first=first: x[first], tr.timestep.observation) for tr in (got, want)]
+        assert_close(*began, rtol=0, atol=exact)
         assert_close((compiled_carry, got), (carry, want), rtol=1e-4, atol=1e-5)
         (after, metrics), (compiled_after, compiled_metrics) = eager.iterate(state), compiled.iterate(state)
         assert_close(compiled_after.learner.params, after.learner.params, rtol=0, atol=1e-5)
