@@ -1,5 +1,7 @@
 """Drawings that look back: trails, tagged runners that fade, and curves of the episode so far."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,8 @@ from torchpod.envs import Catch, CovidEconomy, TagContinuous, TagGridWorld
 from torchpod.envs.multi_agent.covid_economy import CovidEconomyState
 from torchpod.envs.transforms import FrameStack
 from torchpod.render import DRAWINGS, Canvas, Drawing, render
-from torchpod.render.canvas import BLUE, FLOOR, RED, mix
-from torchpod.render.covid import _curves
+from torchpod.render.canvas import _SCALE, BLUE, FLOOR, RED, _font, mix
+from torchpod.render.covid import PANELS, _curves
 from torchpod.render.curves import Panel, draw_curves
 from torchpod.render.tag import FADE, GONE
 
@@ -116,3 +118,25 @@ def test_curves_of_the_country_are_what_the_environment_reports():
         assert bold.shape == (41,) and thin.shape == (41, 51)
         assert bold[1:].mean() == pytest.approx(float(told[report]), rel=1e-4)
     assert curves["production"][0][1:].mean() == pytest.approx(float(told["production"] + told["subsidies"]), rel=1e-4)
+
+
+def test_of_the_economy_no_text_lies_on_another_and_no_index_leaves_its_panel(monkeypatch):
+    """With the most that is produced and paid: 20 of subsidies, and everything open."""
+    boxes, write = [], Canvas.text
+
+    def text(canvas, at, text, colour="#000000", size=14.0, anchor="lm"):
+        write(canvas, at, text, colour, size, anchor)
+        font = _font(round(size * _SCALE))
+        boxes.append((text, canvas._draw.textbbox((at[0] * _SCALE, at[1] * _SCALE), text, font=font, anchor=anchor)))
+
+    monkeypatch.setattr(Canvas, "text", text)
+    env = CovidEconomy()
+    everything_open = {"governor": torch.ones(1, 51).long(), "planner": torch.full((1, 1), 20)}
+    states, timestep = episode(env, [everything_open] * 30)
+    render(env, last(states), timestep, history=states)
+    boxes.sort(key=lambda box: box[1][0])
+    for (name, a), (other, b) in itertools.combinations(boxes, 2):
+        assert a[2] <= b[0] or a[3] <= b[1] or b[3] <= a[1], (name, other)
+    curves = _curves(env, pytree.tree_map(lambda x: x[:, 0], states[0]))
+    _, _, _, low, high = next(panel for panel in PANELS if panel[0] == "economy")
+    assert 4 < curves["economy"][1].max() < high and curves["economy"][1].min() > low

@@ -36,6 +36,16 @@ TILES = {name: (x, y) for y, row in enumerate(MAP.split("\n")[1:-1]) for x, name
 MOST_INFECTED = 0.05
 """With so many of its people infected the bar of a state is full."""
 
+PANELS = (
+    ("infected", "infected", RED, 0.0, 0.1),
+    ("deaths", "have died", DARK, 0.0, 0.02),
+    ("unemployed", "unemployed", AMBER, 0.0, 0.3),
+    ("stringency", "stringency", BLUE, 0.0, 10.0),
+    ("health", "health index", GREEN, -1.0, 1.25),
+    ("economy", "economic index", PINK, -1.1, 4.5),
+)
+"""Curve, title, colour, and what is at the bottom and at the top: no state's economic index leaves its panel."""
+
 
 def draw_covid_economy(canvas: Canvas, env: CovidEconomy, states: CovidEconomyState, observation: Tree) -> None:
     """A map, where stringency is how dark a tile is and its bar how many are infected; the country's numbers; curves.
@@ -53,15 +63,7 @@ def draw_covid_economy(canvas: Canvas, env: CovidEconomy, states: CovidEconomySt
     _draw_bars(canvas, curves)
     length = env.spec.max_episode_steps or env.max_episode_steps
     width = (canvas.width - 20) / 3
-    panels = [
-        ("infected", "infected", RED, 0.0, 0.1),
-        ("deaths", "have died", DARK, 0.0, 0.02),
-        ("unemployed", "unemployed", AMBER, 0.0, 0.3),
-        ("stringency", "stringency", BLUE, 0.0, 10.0),
-        ("health", "health index", GREEN, -1.0, 1.25),
-        ("economy", "economic index", PINK, -1.0, 2.0),
-    ]
-    for i, (name, title, colour, low, high) in enumerate(panels):
+    for i, (name, title, colour, low, high) in enumerate(PANELS):
         bold, thin = curves[name]
         is_share = name in ("infected", "deaths", "unemployed")
         value = f"{100 * bold[-1]:.1f} %" if is_share else f"{bold[-1]:.2f}"
@@ -88,7 +90,7 @@ def _draw_bars(canvas: Canvas, curves: dict[str, tuple[NDArray[np.floating], NDA
         ("have died", "deaths", 0.02, DARK),
         ("vaccinated", "vaccinated", 1.0, GREEN),
         ("unemployed", "unemployed", 0.3, AMBER),
-        ("production and subsidies", "production", 1.3, BLUE),
+        ("output and subsidies", "production", 1.3, BLUE),
     ]
     left, right = 566.0, canvas.width - 20.0
     for i, (label, name, largest, colour) in enumerate(bars):
