@@ -44,8 +44,9 @@ class TagGridWorld(TensorEnv):
     Args:
       num_taggers: in group `tagger`.
       grid_length: coordinates go from 0 to this, so that there are (grid_length + 1)^2 cells.
-      start: center: the taggers in the middle and the runner in the corner (0, 0); scattered: each tagger in a random
-        cell away from the walls, the runner in the corner; uniform: everybody in any cell.
+      start: center: the taggers in the middle and the runner in the corner (0, 0), in every episode and environment
+        alike; scattered: each tagger in a random cell away from the walls, the runner in the corner; uniform: everybody
+        in any cell.
       wall_hit_penalty: paid for moves against a wall.
       tag_reward_for_tagger: every tagger gets it, whoever of them tags.
       tag_penalty_for_runner: paid when tagged.
