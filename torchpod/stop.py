@@ -43,7 +43,7 @@ class StopFlag:
         self._deferred = self._asked = self._agreeing = False
         self._calling = True
         self._old: dict[int, Any] = {}
-        self._ear = -1
+        self._ear = self._other_ear = -1
 
     def __enter__(self) -> "StopFlag":
         with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
@@ -53,14 +53,16 @@ class StopFlag:
             if self._ranks.world_size > 1:
                 ear, self._ear = os.pipe()
                 os.set_blocking(self._ear, False)
-                signal.set_wakeup_fd(self._ear)  # each signal is written there, whatever the main thread does
+                self._other_ear = signal.set_wakeup_fd(
+                    self._ear
+                )  # each signal is written there, whatever the main thread does
                 threading.Thread(target=self._listen, args=(ear,), name="torchpod-stop", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.pause(self._deferred)
         if self._ear >= 0:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._other_ear)
             os.close(self._ear)  # ends the thread
         for number, handler in self._old.items():
             signal.signal(number, handler)

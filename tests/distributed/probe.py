@@ -35,6 +35,7 @@ def trained(overrides: list[str], ranks: Ranks, device: torch.device) -> dict[st
         trajectory = trajectory or program.trajectory
         params.append(pytree.tree_map(torch.clone, program.state.learner.params))
         metrics.append(report.metrics | {"env_steps": torch.tensor(report.env_steps)})
+    assert trajectory is not None
     action, observation = (
         pytree.tree_map(lambda x: x.movedim(1, 0), tree)
         for tree in (trajectory.output.action, trajectory.timestep.observation)

@@ -508,7 +508,7 @@ def gaussian(size):
 
 
 class Joined(nn.Linear):
-    def forward(self, *inputs):
+    def forward(self, *inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(torch.cat(inputs, -1))
 
 
@@ -765,7 +765,7 @@ def test_an_actor_of_other_actions_is_refused_where_actions_are_numbers(make, to
 def test_one_hot_actions_may_be_floats(seed):
     module = TensorDictModule(Sums(2), *OBSERVATION_LOGITS)
     actor = categorical(module=module, distribution_class=torch.distributions.OneHotCategorical)
-    agent = LossAgent(actor, A2CLoss(actor, critic()), spec=SPEC)
+    agent = LossAgent(actor, ClipPPOLoss(actor, critic()), spec=SPEC)
     action = collect(agent, CartPole(), seed).output.action
     assert action.dtype == torch.int64 and action.shape == (T, B)
 

@@ -98,4 +98,5 @@ def test_a_torso_that_the_observation_has_no_use_for_is_refused(cls, config, obs
 def test_a_torso_is_for_the_one_thing_that_the_policy_sees():
     masked = {"camera": IMAGE, "action_mask": Array((2,), torch.bool), STATE: VECTOR}
     agent = PPO(EnvSpec("car", masked, Discrete(2)), PPOConfig(torso="nature"))
+    assert agent.value_encoder is not None
     assert agent.encoder.is_image and not agent.value_encoder.is_image

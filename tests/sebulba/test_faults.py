@@ -50,7 +50,7 @@ def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, caus
 
 
 def test_an_environment_that_does_not_come_back_is_named(seed):
-    sebulba = make(SebulbaConfig(timeout_s=0.5), env=Broken("hang", hang_s=3.0))
+    sebulba = make(SebulbaConfig(timeout_s=0.5), env=Broken("hang", hang_s=1.5))
     state, began = sebulba.init(seed), time.perf_counter()
     with pytest.raises(ActorError, match=r"actor thread \d has waited \d s .* its cartpole .* loop.timeout_s=0.5"):
         run(sebulba, state)
