@@ -30,9 +30,10 @@ from torchrl.objectives import KLPENPPOLoss, LossModule
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
+from torchpod.interop.fit import Fit
 from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
-from torchpod.interop.unfit import Watched, for_actions, misread, miswritten, shapes_of
+from torchpod.interop.unfit import Watched
 from torchpod.ops.exploration import falling
 from torchpod.ops.returns import gae
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
@@ -108,6 +109,7 @@ class LossAgent(Agent):
             )
         critic = loss.__dict__.get("critic_network")
         self._on_policy = critic is not None
+        self._fit = Fit(spec, self._name, self._on_policy)
         self.replayed = 0 if self._on_policy else 1
         self._explores = "epsilon" if epsilon else "noise" if noise else None
         self._set_up_exploration(epsilon, noise, exploration_fraction)
@@ -116,7 +118,7 @@ class LossAgent(Agent):
             adaptive = ("beta",) if isinstance(loss, KLPENPPOLoss) else ()
         example = self._example(actor, loss)
         if critic is not None:
-            self._check_value(critic, loss, example)
+            self._fit.check_value(critic, cast(Any, loss.tensor_keys).value, example)
         self._check_loss(loss, example)
 
         self._pure = PureLoss(loss, adaptive)
@@ -198,14 +200,14 @@ class LossAgent(Agent):
         keys = random.split(random.key(0), rows)
         exploring = set_exploration_type(ExplorationType.RANDOM)
         with torch.no_grad(), TORCHRL, exploring, Keyed(keys), NothingElseDraws():
-            out = self._called("the actor", actor, data)
+            out = self._fit.called("the actor", actor, data)
         action = out.get("action", None)
         if action is None:
             raise ValueError(
                 f"the actor must write 'action' with shape {list(self._spec.action.shape)} per row, and writes "
                 f"{sorted(map(str, set(out.keys(True, True)) - known))}; make it a ProbabilisticActor or a QValueActor."
             )
-        self._check_action(actor, action, data)
+        self._one_hot = self._fit.check_action(actor, action, data)
         wanted = set(getattr(loss, "in_keys", ()))
         written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {"action"}
         self._extras = tuple(sorted(wanted & written))
@@ -228,69 +230,6 @@ class LossAgent(Agent):
         extras = {name: out.get(name) for name in self._extras}
         return data.update(TensorDict({"action": action, **extras, **columns}, batch_size=[rows]))
 
-    def _check_action(self, actor: TensorDictModuleBase, action: Tensor, data: TensorDict) -> None:
-        """Shape and type of drawn actions `[rows, ...]`, and how many values the actor chooses among."""
-        space, rows = self._spec.action, action.shape[0]
-        chooses = isinstance(space, Discrete | MultiDiscrete)
-        one_hot = isinstance(space, Discrete) and action.shape == (rows, space.num_values)
-        one_hot = one_hot and bool((action != 0).sum(-1).eq(1).all() and action.sum(-1).eq(1).all())
-        self._one_hot = action.dtype if one_hot else None
-        if not one_hot and (action.shape[1:] != space.shape or chooses == action.is_floating_point()):
-            repair = (
-                f"change its last layer so that its action, and loc and scale if any, are {list(space.shape)} per row"
-            )
-            if chooses == action.is_floating_point():
-                repair = f"use an actor with a {'Categorical' if chooses else 'TanhNormal'} distribution"
-                other = self._name if self._on_policy else for_actions(self._name, space)
-                repair += f", and {other} in place of {self._name}" if other != self._name else ""
-            found = f"{str(action.dtype).removeprefix('torch.')} {list(action.shape[1:])} per row"
-            takes = f"{self._spec.name} takes {list(space.shape)} ({space})"
-            raise ValueError(f"the actor's action is {found}, and {takes}; {repair}.")
-        if isinstance(space, Discrete) and hasattr(actor, "get_dist"):
-            with torch.no_grad():
-                logits = getattr(cast(Any, actor).get_dist(data.clone()), "logits", None)
-            what = f"an actor for {self._spec.name}, which takes {space},"
-            if logits is not None:
-                told = miswritten(what, "logits", space.num_values, {"logits": list(logits.shape[1:])})
-                if told:
-                    raise ValueError(told)
-
-    def _check_value(self, critic: TensorDictModuleBase, loss: LossModule, example: TensorDict) -> None:
-        what = f"the critic of {self._name}"
-        with torch.no_grad():
-            out = self._called(what, critic, example.select("observation"))
-        if told := miswritten(what, cast(Any, loss.tensor_keys).value, 1, shapes_of(out, critic.out_keys)):
-            raise ValueError(told)
-
-    def _called(self, what: str, module: TensorDictModuleBase, data: TensorDict) -> TensorDict:
-        watched = Watched({what: module})
-        try:
-            with watched:
-                return module(data.clone())
-        except (NotImplementedError, ValueError):
-            raise
-        except Exception as error:
-            raise ValueError(self._why(watched, {what: module}, what, data, error)) from error
-
-    def _why(
-        self,
-        watched: Watched,
-        networks: Mapping[str, TensorDictModuleBase],
-        what: str,
-        data: TensorDict,
-        error: Exception,
-    ) -> str:
-        """Why networks cannot use what they are given."""
-        whose = f"what {self._spec.name} gives"
-        for name, net in networks.items():
-            if told := misread(name, net.in_keys, data, whose):
-                return told
-        if (name := watched.network) and (layer := watched.layer()):
-            read = shapes_of(data, networks[name].in_keys)
-            return f"{name} cannot use {whose}, {read} per row: its {layer}; build it for that."
-        told = str(error).strip().split("\n")[0] or type(error).__name__
-        return f"{what} cannot use {whose}, {shapes_of(data)} per row: {told}"
-
     def _check_loss(self, loss: LossModule, example: TensorDict) -> None:
         """Runs the loss once: whether it can use what it will get, and so that it makes all that it makes lazily."""
         data, rows = self._renamed(example, loss.tensor_keys), example.shape[0]
@@ -307,10 +246,10 @@ class LossAgent(Agent):
         except Exception as error:
             if isinstance(error, NotImplementedError) and str(error):
                 raise
-            told = watched.layer() is None and self._misvalued(loss, watched, networks, every=True)
-            told = told or self._why(watched, networks, self._name, data, error)
+            told = watched.layer() is None and self._fit.misvalued(loss.tensor_keys, watched, networks, every=True)
+            told = told or self._fit.why(watched, networks, self._name, data, error)
             raise ValueError(told) from error
-        if told := self._misvalued(loss, watched, networks, every=False):
+        if told := self._fit.misvalued(loss.tensor_keys, watched, networks, every=False):
             raise ValueError(told)
         terms = {name: x for name, x in out.items() if isinstance(name, str) and name.startswith("loss")}
         if not terms:
@@ -323,27 +262,6 @@ class LossAgent(Agent):
                     f"{name} of {self._name} has shape {list(x.shape)} with reduction='none' and {rows} rows; a loss "
                     f"must say what each row costs, [..., {rows}] or [{rows}, 1], to mask resets."
                 )
-
-    def _misvalued(
-        self, loss: LossModule, watched: Watched, networks: Mapping[str, TensorDictModuleBase], *, every: bool
-    ) -> str | None:
-        """A sentence if networks of values did not write what the loss reads; `every`: not only values of choices."""
-        keys, action = cast(Any, loss.tensor_keys), self._spec.action
-        reads = getattr(keys, "action", "action")
-        names = [name for name in ("state_action_value", "action_value", "value") if hasattr(keys, name)]
-        for name, net in networks.items():
-            if "value_network" not in name or name not in watched.wrote or not names:
-                continue
-            of_states = name.startswith("value_network") and f"q{name}" in networks
-            field = "value" if of_states else names[0]
-            of_choices = field == "action_value" or (field == "state_action_value" and reads not in net.in_keys)
-            if of_choices:
-                size = action.num_values if isinstance(action, Discrete) else None
-            else:
-                size = None if self._name == "TQCLoss" else 1  # quantiles, any number
-            if (every or of_choices) and (told := miswritten(name, getattr(keys, field), size, watched.wrote[name])):
-                return told
-        return None
 
     def _check_gradient(self, example: TensorDict) -> None:
         """Takes the gradient of the loss as a pure function: whether it is one."""

@@ -1,0 +1,124 @@
+"""Whether actor, networks and loss of TorchRL fit an environment; what does not is said in one sentence (unfit.py)."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchpod.interop.unfit import Watched, for_actions, misread, miswritten, shapes_of
+from torchpod.specs import Discrete, EnvSpec, MultiDiscrete
+
+
+class Fit(NamedTuple):
+    """See the module. Every method raises `ValueError`, or returns the sentence."""
+
+    spec: EnvSpec
+    """Of the environment."""
+    loss: str
+    """Its name."""
+    on_policy: bool
+
+    def check_action(self, actor: TensorDictModuleBase, action: Tensor, data: TensorDict) -> torch.dtype | None:
+        """Shape and type of drawn actions, and how many values the actor chooses among.
+
+        Args:
+          actor: that drew them.
+          action: `[rows, ...]`.
+          data: what the actor read.
+
+        Returns:
+          The type of actions that are one-hot; None if they are not.
+        """
+        space, rows = self.spec.action, action.shape[0]
+        chooses = isinstance(space, Discrete | MultiDiscrete)
+        one_hot = isinstance(space, Discrete) and action.shape == (rows, space.num_values)
+        one_hot = one_hot and bool((action != 0).sum(-1).eq(1).all() and action.sum(-1).eq(1).all())
+        if not one_hot and (action.shape[1:] != space.shape or chooses == action.is_floating_point()):
+            repair = (
+                f"change its last layer so that its action, and loc and scale if any, are {list(space.shape)} per row"
+            )
+            if chooses == action.is_floating_point():
+                repair = f"use an actor with a {'Categorical' if chooses else 'TanhNormal'} distribution"
+                other = self.loss if self.on_policy else for_actions(self.loss, space)
+                repair += f", and {other} in place of {self.loss}" if other != self.loss else ""
+            found = f"{str(action.dtype).removeprefix('torch.')} {list(action.shape[1:])} per row"
+            takes = f"{self.spec.name} takes {list(space.shape)} ({space})"
+            raise ValueError(f"the actor's action is {found}, and {takes}; {repair}.")
+        if isinstance(space, Discrete) and hasattr(actor, "get_dist"):
+            with torch.no_grad():
+                logits = getattr(cast(Any, actor).get_dist(data.clone()), "logits", None)
+            what = f"an actor for {self.spec.name}, which takes {space},"
+            if logits is not None:
+                told = miswritten(what, "logits", space.num_values, {"logits": list(logits.shape[1:])})
+                if told:
+                    raise ValueError(told)
+        return action.dtype if one_hot else None
+
+    def check_value(self, critic: TensorDictModuleBase, key: str, example: TensorDict) -> None:
+        """That a critic writes one value per row where the loss reads it, `key`."""
+        what = f"the critic of {self.loss}"
+        with torch.no_grad():
+            out = self.called(what, critic, example.select("observation"))
+        if told := miswritten(what, key, 1, shapes_of(out, critic.out_keys)):
+            raise ValueError(told)
+
+    def called(self, what: str, module: TensorDictModuleBase, data: TensorDict) -> TensorDict:
+        """What a module makes of data; `what` it is, in words."""
+        watched = Watched({what: module})
+        try:
+            with watched:
+                return module(data.clone())
+        except (NotImplementedError, ValueError):
+            raise
+        except Exception as error:
+            raise ValueError(self.why(watched, {what: module}, what, data, error)) from error
+
+    def why(
+        self,
+        watched: Watched,
+        networks: Mapping[str, TensorDictModuleBase],
+        what: str,
+        data: TensorDict,
+        error: Exception,
+    ) -> str:
+        """Why networks cannot use what they are given."""
+        whose = f"what {self.spec.name} gives"
+        for name, net in networks.items():
+            if told := misread(name, net.in_keys, data, whose):
+                return told
+        if (name := watched.network) and (layer := watched.layer()):
+            read = shapes_of(data, networks[name].in_keys)
+            return f"{name} cannot use {whose}, {read} per row: its {layer}; build it for that."
+        told = str(error).strip().split("\n")[0] or type(error).__name__
+        return f"{what} cannot use {whose}, {shapes_of(data)} per row: {told}"
+
+    def misvalued(
+        self, keys: Any, watched: Watched, networks: Mapping[str, TensorDictModuleBase], *, every: bool
+    ) -> str | None:
+        """A sentence if networks of values did not write what the loss reads.
+
+        Args:
+          keys: of the loss.
+          watched: saw the networks write.
+          networks: by name.
+          every: not only the values of choices.
+        """
+        action = self.spec.action
+        reads = getattr(keys, "action", "action")
+        names = [name for name in ("state_action_value", "action_value", "value") if hasattr(keys, name)]
+        for name, net in networks.items():
+            if "value_network" not in name or name not in watched.wrote or not names:
+                continue
+            of_states = name.startswith("value_network") and f"q{name}" in networks
+            field = "value" if of_states else names[0]
+            of_choices = field == "action_value" or (field == "state_action_value" and reads not in net.in_keys)
+            if of_choices:
+                size = action.num_values if isinstance(action, Discrete) else None
+            else:
+                size = None if self.loss == "TQCLoss" else 1  # quantiles, any number
+            if (every or of_choices) and (told := miswritten(name, getattr(keys, field), size, watched.wrote[name])):
+                return told
+        return None
