@@ -103,7 +103,7 @@ HEADLINE = (
     Case(COVID, 52, 60, "update"),
     Case(GRID, 1000, 2000, "update"),
 )
-"""What a loan of ten minutes is for: every figure of WarpDrive's, the most important first."""
+"""What to measure in ten minutes: every figure of WarpDrive's, the most important first."""
 CUDA_CASES = (
     *(Case(GRID, agents, envs, mode) for agents in (5, 100, 1000) for envs in (60, 500, 2000) for mode in WORK),
     *(Case(PLANE, agents, envs, mode) for agents in (5, 45, 100) for envs in (60, 500, 2000) for mode in WORK),
