@@ -105,8 +105,6 @@ def init_state(
     zero = torch.zeros((), dtype=torch.int64, device=device)
     carry = begin(agent, env_keys)
     episode_return, episode_length = none_yet(carry.timestep)
-    if replay:
-        replay.check_memory(agent, carry, actor_keys)
     return RunState(
         carry=carry,
         learner=learner.init(*variables_of(agent)),
@@ -117,7 +115,7 @@ def init_state(
         episode_length=episode_length,
         iteration=zero,
         env_steps=zero.clone(),
-        priorities=replay.buffer.priorities(device) if replay else (),
+        priorities=replay.begin(agent, carry, actor_keys) if replay else (),
     )
 
 

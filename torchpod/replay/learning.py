@@ -77,19 +77,23 @@ class ReplayLearner:
                 "that."
             )
 
-    def check_memory(self, agent: Agent, carry: Carry, actor_keys: Tensor) -> None:
-        """Raises `ValueError` if what is to be kept does not fit: by one decision, before anything is compiled.
+    def begin(self, agent: Agent, carry: Carry, actor_keys: Tensor) -> Priorities | tuple[()]:
+        """The priorities of an empty ring, of one member.
 
         Args:
-          agent: that decides.
+          agent: makes one decision, by which the memory that is needed is known before anything is compiled.
           carry: of one member, before the first step.
           actor_keys: `[B, 3]`.
+
+        Raises:
+          ValueError: if there is not enough memory.
         """
         with torch.no_grad():
             output, _ = agent.act(carry.timestep, carry.actor_state, random.at(actor_keys, carry.step + 1))
         timestep, output = pytree.tree_map(lambda x: x[None], (carry.timestep, output))
         trajectory = Trajectory(timestep, output, carry.actor_state, ())
         self.buffer.check_memory(trajectory if self.population == 1 else stack([trajectory] * self.population))
+        return self.buffer.priorities(actor_keys.device)
 
     def store(
         self, state: LearnerState, trajectory: Trajectory, priorities: Priorities | tuple[()], iteration: Tensor

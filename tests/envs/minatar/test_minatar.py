@@ -180,7 +180,10 @@ SKILLS = {
     ],
 )
 def test_every_step_of_good_play_equals_the_package(name, rare, seed):
-    """Good enough to see what random play never does: all bricks gone, faster enemies, the time limit."""
+    """Good enough to see what random play never does: all bricks gone, faster enemies, the time limit.
+
+    With one seed in fifty no game of space invaders comes so far; then the next seed plays.
+    """
     moments = []
 
     def policy(games, rng, num_actions):
@@ -191,8 +194,11 @@ def test_every_step_of_good_play_equals_the_package(name, rare, seed):
         ]
         return np.where(rng.random(NUM_ENVS) < 0.002, rng.integers(num_actions, size=NUM_ENVS), numbers)
 
-    print(play(name, 2600, policy, seed), sum(moments))
-    assert any(moments)
+    for attempt in range(3):
+        print(play(name, 2600, policy, seed + attempt), sum(moments))
+        if any(moments):
+            return
+    raise AssertionError(f"no rare moment in any of the games of {name}")
 
 
 @pytest.mark.parametrize("name", GAMES)
