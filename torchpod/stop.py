@@ -53,9 +53,8 @@ class StopFlag:
             if self._ranks.world_size > 1:
                 ear, self._ear = os.pipe()
                 os.set_blocking(self._ear, False)
-                self._other_ear = signal.set_wakeup_fd(
-                    self._ear
-                )  # each signal is written there, whatever the main thread does
+                # Each signal is written there, whatever the main thread does.
+                self._other_ear = signal.set_wakeup_fd(self._ear)
                 threading.Thread(target=self._listen, args=(ear,), name="torchpod-stop", daemon=True).start()
         return self
 

@@ -1,0 +1,234 @@
+"""Actors, networks and losses of TorchRL that do not fit an environment are refused in one sentence."""
+
+import re
+
+import pytest
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.data import Bounded
+from torchrl.modules import (
+    ValueOperator,
+)
+from torchrl.objectives import (
+    A2CLoss,
+    ClipPPOLoss,
+    DDPGLoss,
+    DiscreteCQLLoss,
+    DiscreteIQLLoss,
+    DQNLoss,
+    SACLoss,
+    ValueEstimators,
+)
+
+from tests.interop.actors import (
+    OBSERVATION_LOGITS,
+    SPEC,
+    Sums,
+    categorical,
+    critic,
+    discrete_sac,
+    gaussian,
+    q_actor,
+    q_critic,
+)
+from torchpod.algos.torchrl import (
+    TorchRLConfig,
+    torchrl_agent,
+)
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.interop.torchrl import LossAgent
+
+UNFIT = {
+    "reads 'pixels'": lambda: (
+        categorical(module=TensorDictModule(Sums(2), in_keys=["pixels"], out_keys=["logits"])),
+        lambda actor: A2CLoss(actor, critic()),
+        "the actor reads 'pixels', and what cartpole gives has ['observation']; name one of these in its in_keys",
+    ),
+    "no log-prob": lambda: (
+        categorical(return_log_prob=False),
+        lambda actor: ClipPPOLoss(actor, critic()),
+        "needs 'action_log_prob' of the actor",
+    ),
+    "no action": lambda: (
+        TensorDictModule(Sums(2), in_keys=["observation"], out_keys=["logits"]),
+        lambda actor: A2CLoss(categorical(), critic()),
+        "the actor must write 'action' with shape [] per row, and writes ['logits']; make it a ProbabilisticActor",
+    ),
+    "values of another shape": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, critic(3)),
+        "must write 'state_value' with shape [1] per row, and writes it with shape [3]; give it a last axis of 1",
+    ),
+    "values of another name": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, TensorDictModule(Sums(1), ["observation"], ["value"])),
+        "the critic of A2CLoss must write 'state_value' with shape [1] per row, and writes ['value']; name it so in",
+    ),
+    "actions that are numbers": lambda: (
+        gaussian(2),
+        lambda actor: SACLoss(actor, q_critic(6), action_spec=Bounded(-1.0, 1.0, (2,))),
+        "the actor's action is float32 [2] per row, and cartpole takes [] (Discrete(num_values=2, dtype=torch.int64)); "
+        "use an actor with a Categorical distribution, and DiscreteSACLoss in place of SACLoss.",
+    ),
+    "three actions": lambda: (
+        categorical(3),
+        lambda actor: ClipPPOLoss(actor, critic()),
+        "an actor for cartpole, which takes Discrete(num_values=2, dtype=torch.int64), must write 'logits' with shape "
+        "[2] per row, and writes it with shape [3]; give it a last axis of 2.",
+    ),
+    "values of three actions": lambda: (
+        q_actor(3),
+        lambda actor: DQNLoss(actor, delay_value=True),
+        "value_network of DQNLoss must write 'action_value' with shape [2] per row, and writes it with shape [3]",
+    ),
+    "values of three actions beside an actor": lambda: (
+        categorical(),
+        lambda actor: DiscreteIQLLoss(actor, q_critic(4, 3, []), critic(), action_space="categorical"),
+        "qvalue_network of DiscreteIQLLoss must write 'state_action_value' with shape [2] per row, and writes it with",
+    ),
+    "action values of another name": lambda: (
+        categorical(),
+        lambda actor: discrete_sac(actor, q_critic(4, 2, [])),
+        "qvalue_network of DiscreteSACLoss must write 'action_value' with shape [2] per row, and writes "
+        "['state_action_value']; name it so in out_keys, or tell the loss by set_keys.",
+    ),
+    "action values of another size": lambda: (
+        categorical(),
+        lambda actor: discrete_sac(actor, q_critic(5, 2, [], "action_value")),
+        "qvalue_network of DiscreteSACLoss cannot use what cartpole gives, {'observation': [4]} per row: its "
+        "Joined(in_features=5, out_features=2, bias=True) takes 5 numbers and gets 4; build it for that.",
+    ),
+    "action values of pixels": lambda: (
+        categorical(),
+        lambda actor: discrete_sac(actor, q_critic(4, 2, ["pixels"], "action_value")),
+        "qvalue_network of DiscreteSACLoss reads 'pixels', and what cartpole gives has ['action', 'next.done', ",
+    ),
+    "another actor": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(categorical(), critic()),
+        "is no parameter of A2CLoss; build the loss from the networks that are used",
+    ),
+    "a mean per network": lambda: (
+        categorical(),
+        lambda actor: PerNetwork(actor, critic()),
+        "a loss must say what each row costs, [..., 13] or [13, 1], to mask resets",
+    ),
+    "a head outside the networks": lambda: (
+        categorical(),
+        lambda actor: WithHead(actor, critic()),
+        "WithHead has parameters outside its networks, ['head.weight', 'head.bias'], which would not be trained",
+    ),
+    "an actor of another size": lambda: (
+        categorical(module=TensorDictModule(nn.Linear(5, 2), in_keys=["observation"], out_keys=["logits"])),
+        lambda actor: A2CLoss(actor, critic()),
+        "the actor cannot use what cartpole gives, {'observation': [4]} per row: its Linear(in_features=5, "
+        "out_features=2, bias=True) takes 5 numbers and gets 4; build it for that.",
+    ),
+    "a critic of other keys": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, ValueOperator(Sums(1), in_keys=["pixels"])),
+        "the critic of A2CLoss reads 'pixels', and what cartpole gives has ['observation']; name one of these in",
+    ),
+    "V-trace": lambda: (
+        categorical(),
+        lambda actor: with_estimator(A2CLoss(actor, critic()), ValueEstimators.VTrace, actor_network=actor),
+        "A2CLoss with V-trace is not supported; use GAE, or algo=impala",
+    ),
+    "returns over rows": lambda: (
+        q_actor(),
+        lambda actor: with_estimator(DQNLoss(actor, delay_value=True), ValueEstimators.TDLambda),
+        "DQNLoss gets rows in any order, and its TDLambdaEstimator reads them as time",
+    ),
+    "no target network": lambda: (
+        q_actor(),
+        lambda actor: DQNLoss(actor, delay_value=False),
+        "DQNLoss has no target network; make it with delay_value=True",
+    ),
+    "dropout": lambda: (
+        categorical(module=TensorDictModule(nn.Sequential(nn.Dropout(), Sums(2)), ["observation"], ["logits"])),
+        lambda actor: A2CLoss(actor, critic()),
+        "draws from torch's generator where it cannot be keyed",
+    ),
+    "statistics of batches": lambda: (
+        categorical(module=TensorDictModule(nn.Sequential(nn.BatchNorm1d(4), Sums(2)), ["observation"], ["logits"])),
+        lambda actor: A2CLoss(actor, critic()),
+        "A2CLoss is no pure function of its parameters; modules that write to their buffers",
+    ),
+    "a network with parameters of its own": lambda: (
+        q_actor(),
+        lambda actor: DiscreteCQLLoss(actor, action_space="categorical"),
+        "DiscreteCQLLoss is no pure function of its parameters; it holds a network out of the gradient by ",
+    ),
+    "a sum": lambda: (
+        categorical(),
+        lambda actor: Summed(actor, critic()),
+        "has shape [] with reduction='none' and 13 rows",
+    ),
+}
+
+
+class Summed(A2CLoss):
+    def forward(self, data):
+        return super().forward(data).apply(lambda x: x.sum())
+
+
+class PerNetwork(A2CLoss):
+    def forward(self, data):
+        return super().forward(data).apply(lambda x: x.sum().expand(2))
+
+
+class WithHead(A2CLoss):
+    def __init__(self, *nets):
+        super().__init__(*nets)
+        self.head = nn.Linear(2, 2)
+
+
+def with_estimator(loss, kind, **own):
+    loss.make_value_estimator(kind, **own)
+    return loss
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_does_not_fit_is_refused_with_a_sentence(what):
+    actor, make, told = UNFIT[what]()
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(told)):
+        LossAgent(actor, make(actor), spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: categorical(module=TensorDictModule(nn.Linear(3, 2), *OBSERVATION_LOGITS)),
+            "int64 [] per row, and pen",
+        ),
+        (lambda: TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"]), "float32 [2] per row, and pendulum"),
+    ],
+)
+def test_an_actor_of_other_actions_is_refused_where_actions_are_numbers(make, told):
+    actor = make()
+    loss = DDPGLoss(actor, q_critic(4)) if isinstance(actor, TensorDictModule) else A2CLoss(actor, critic())
+    with pytest.raises(ValueError, match=re.escape(f"the actor's action is {told}")):
+        LossAgent(actor, loss, spec=Pendulum().spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "told"),
+    [
+        ("SACLoss", CartPole(), "SACLoss is for actions of shape [A], and cartpole has Discrete(num_values=2, "),
+        ("SACLoss", CartPole(), "); use loss=DiscreteSACLoss."),
+        ("IQLLoss", CartPole(), "); use loss=DiscreteIQLLoss."),
+        ("DQNLoss", Pendulum(), "DQNLoss is for discrete actions, and pendulum has Box("),
+        ("DQNLoss", Pendulum(), "); use loss=SACLoss."),
+        ("PPO", CartPole(), "loss=PPO is not known; use one of A2CLoss"),
+    ],
+)
+def test_a_loss_for_other_actions_is_refused(name, env, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        torchrl_agent(env.spec, TorchRLConfig(name, hidden=(8,)))
+
+
+def test_an_unknown_argument_of_the_loss_is_refused():
+    with pytest.raises(ValueError, match="ClipPPOLoss has no argument epsilon; it has actor"):
+        torchrl_agent(SPEC, TorchRLConfig("ClipPPOLoss", hidden=(8,), arguments={"epsilon": 0.1}))
