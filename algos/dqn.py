@@ -93,8 +93,8 @@ class DQN(Agent):
         return self.value(features).unsqueeze(-2) + out - out.mean(-2, keepdim=True)
 
     def values(self, outputs: Tensor) -> Tensor:
-        """Action values `[..., A]`."""
-        return outputs.squeeze(-1)
+        """Action values `[..., A]`: the mean of the outputs."""
+        return outputs.mean(-1)
 
     def error(self, outputs: Tensor, target: Tensor, reward: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
         """How wrong the outputs of the actions taken are, `[R]`, and how urgent it is to learn more from them, `[R]`.
@@ -216,10 +216,6 @@ class QRDQN(DQN):
 
     def __init__(self, spec: EnvSpec, config: QRDQNConfig = QRDQNConfig()) -> None:
         super().__init__(spec, config, outputs=config.num_quantiles)
-
-    def values(self, outputs: Tensor) -> Tensor:
-        """The mean of the quantiles."""
-        return outputs.mean(-1)
 
     def error(self, outputs: Tensor, target: Tensor, reward: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
         """The quantile Huber loss, eq. 10, summed over quantiles, mean over those of the target."""

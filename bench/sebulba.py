@@ -4,10 +4,12 @@
 
 The budget is the one of suite `anakin`: environments, + inference (`act_...`), + learning (`ppo_...`), with one and two
 actor threads and with one that has two pools, beside (a) the same work in turn in one thread, and (b) a plain PyTorch
-loop (bench/peers/plain_ppo.py). Every side runs at its better number of OpenMP threads, EnvPool alone at its better
-number of threads of its own, found in the first round. The best layout must reach the goals. Read harness.py first.
+loop (bench/peers/plain_ppo.py). Every side runs at its better number of OpenMP threads and of EnvPool's: all are tried
+in the first round, the better half again in each that follows. The best layout must reach the goals. Read harness.py
+first.
 """
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -99,36 +101,47 @@ Results = Mapping[tuple[str, str], Measured]
 def run_mode(
     case: Case, mode: str, ours: tuple[str, ...], plain: tuple[str, ...], rounds: int, repeats: int, cache: Path
 ) -> dict[str, Measured]:
-    """Every side, at its better number of threads."""
-    sides, option = [Worker("sync", (*ours, "--actors", "0"))], "--pool-threads"
+    """Every side, at its better numbers of threads."""
+    sides = [Worker("sync", (*ours, "--actors", "0"))]
     if mode != "env_only":
         sides += [Worker(name, (*ours, *layout)) for name, layout in LAYOUTS.items()]
         sides.append(Worker("plain", plain))
-        option = "--threads"
     work = ["--task", case.task, "--num-envs", case.num_envs, "--mode", mode]
     work += ["--iterations", case.iterations, "--repeats", repeats]
     arguments = [str(x) for x in work]
 
-    def run(workers: list[Worker], threads: int, seeds: range) -> dict[str, Measured]:
-        rounds = [[*arguments, option, str(threads), "--seed", str(seed)] for seed in seeds]
-        return harness.interleave(workers, rounds, core=None, cache_dir=cache)
+    def run(side: Worker, threads: Threads, seed: int) -> Measured:
+        more = ["--threads", threads[0], "--pool-threads", threads[1], "--seed", seed]
+        return harness.interleave((side,), [[*arguments, *map(str, more)]], core=None, cache_dir=cache)[side.name]
 
-    first = {threads: run(sides, threads, range(1)) for threads in THREADS}
-    best = {side.name: max(first, key=lambda threads, side=side: rate(first[threads][side.name])) for side in sides}
-    results: dict[str, Measured] = {s.name: first[best[s.name]][s.name] for s in sides}
-    for seed in range(1, rounds):
-        for side in sides:
-            done, more = results[side.name], run([side], best[side.name], range(seed, seed + 1))[side.name]
-            if isinstance(done, list):
-                results[side.name] = [*done, *more] if isinstance(more, list) else more
-    return results
+    found = {side.name: dict[Threads, Measured]() for side in sides}
+    left = {side.name: threads_of(side.name, mode) for side in sides}
+    for seed in range(rounds):
+        for worker, at in [(side, at) for side in sides for at in left[side.name]]:
+            before, new = found[worker.name].get(at, []), run(worker, at, seed)
+            found[worker.name][at] = [*before, *new] if isinstance(before, list) and isinstance(new, list) else new
+        for name, own in left.items():
+            own.sort(key=lambda at, name=name: -rate(found[name][at]))
+            left[name] = own[: max(1, len(own) // 2)]
+    return {name: found[name][own[0]] for name, own in left.items()}
+
+
+Threads = tuple[int, int]
+"""Of OpenMP, and of EnvPool per pool."""
+
+
+def threads_of(side: str, mode: str) -> list[Threads]:
+    """What a side may choose from: two actors or pools share out the cores, one each."""
+    openmp = THREADS if mode != "env_only" else THREADS[:1]
+    pool = THREADS if side not in LAYOUTS or side == "1_actors" else THREADS[:1]
+    return [*itertools.product(openmp, pool)]
 
 
 def rate(result: Measured) -> float:
     """Median steps per second; 0 for a side that failed."""
     if isinstance(result, WorkerError):
         return 0.0
-    return statistics.median(harness.rates(result[0]))
+    return statistics.median(x for measurement in result for x in harness.rates(measurement))
 
 
 def rows_of(make: RowMaker, name: str, case: Case, results: Results) -> list[Row]:

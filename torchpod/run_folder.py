@@ -116,8 +116,19 @@ def read_config(run_dir: Path) -> TrainConfig:
 
 
 def new_run_dir(config: TrainConfig, ranks: Ranks) -> Path:
-    """Creates the run folder; the same on every rank."""
-    return ranks.same(_create_run_dir(config) if ranks.rank == 0 else None)
+    """Creates the run folder; the same on every rank.
+
+    Raises:
+      ConfigError: if it cannot be created, or if this rank, on another host, does not see it.
+    """
+    made = _create_run_dir(config) if ranks.rank == 0 else None
+    path, whole = ranks.same(made and (made, made.absolute()))
+    if not whole.is_dir():
+        raise ConfigError(
+            f"rank {ranks.rank} on {platform.node()} sees no folder {whole}, which rank 0 made: start on all hosts in "
+            "a folder that they share, or name one with run_dir."
+        )
+    return path if path.absolute() == whole else whole  # on another host it may be started elsewhere
 
 
 def _create_run_dir(config: TrainConfig) -> Path:

@@ -77,10 +77,10 @@ class Agent(nn.Module):
 class Trainer:
     """Steps the pool, keeps what was seen, learns from it."""
 
-    def __init__(self, task, num_envs, seed, threads):
+    def __init__(self, task, num_envs, seed, pool_threads):
         torch.manual_seed(seed)
         options = {"reward_clip": True, "episodic_life": True} if task.startswith("Pong") else {}
-        self.envs = envpool.make_gymnasium(task, num_envs=num_envs, seed=seed, num_threads=os.cpu_count(), **options)
+        self.envs = envpool.make_gymnasium(task, num_envs=num_envs, seed=seed, num_threads=pool_threads, **options)
         self.agent = Agent(self.envs.observation_space, self.envs.action_space)
         self.optimizer = torch.optim.Adam(self.agent.parameters(), LEARNING_RATE, eps=1e-5)
         self.observation, self.done = torch.as_tensor(self.envs.reset()[0]), np.zeros(num_envs, bool)
@@ -137,10 +137,11 @@ def main():
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--pool-threads", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    trainer = Trainer(args.task, args.num_envs, args.seed, args.threads)
+    trainer = Trainer(args.task, args.num_envs, args.seed, args.pool_threads)
     env_steps, wall_s, cpu_s = [], [], []
     for _ in range(1 + args.repeats):
         wall, cpu, total = time.perf_counter(), time.process_time(), 0
@@ -173,7 +174,7 @@ def main():
         "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": None,
         "episodes": 0,
-        "threads": {"torch": args.threads, "pool": os.cpu_count()},
+        "threads": {"torch": args.threads, "pool": args.pool_threads},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     print(json.dumps(measurement))

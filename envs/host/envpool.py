@@ -17,7 +17,7 @@ from torchpod import random
 from torchpod.actions import lead_of
 from torchpod.envs.arguments import at_least
 from torchpod.envs.host.gymnasium import action_of, grouped_timestep, host_timestep, spec_of, to_tensors
-from torchpod.specs import HOST, Array, Discrete, EnvSpec
+from torchpod.specs import HOST, Array, EnvSpec
 from torchpod.types import TimeStep, Tree
 
 _RESERVED = {
@@ -46,7 +46,8 @@ class EnvPool:
     it meets its time limit, EnvPool itself says "truncated", except for Atari, MuJoCo Playground and Jumanji.
 
     Float actions are clipped to their bounds, which EnvPool does not check; where bounds differ from entry to entry,
-    the spec says [-1, 1] and actions are scaled. Actions of several integers are numbered and become one Discrete.
+    the spec says [-1, 1] and actions are scaled. Actions of several integers are numbered and become one Discrete,
+    unless there are more than 10,000 or an `action_mask` has a row for each: then they are a MultiDiscrete.
 
     The players of a game are a group, `player`. In games of turns (chess, Go, poker) each observes the board from its
     own side, and who waits has an `action_mask` that leaves the first action alone, which nobody looks at.
@@ -80,12 +81,13 @@ class EnvPool:
             spec = _envpool().make_spec(task, **options)
             config, observation_space, action_space = spec.config, spec.observation_space, spec.action_space
         observation = spec_of(observation_space, f"{task}: observation_space")
-        action, self._to_native = action_of(action_space, f"{task}: action_space")
-        if isinstance(observation, dict) and "action_mask" in observation and isinstance(action, Discrete):
-            if math.prod(mask := observation["action_mask"].shape) != action.num_values:
-                wrong = f"action_mask is {list(mask)}, not one entry for each of {action.num_values} joint actions"
-                raise ValueError(f"{task}: {wrong}; choose another environment.")
-            observation["action_mask"] = Array((action.num_values,), torch.bool)
+        mask = (
+            observation["action_mask"].shape if isinstance(observation, dict) and "action_mask" in observation else None
+        )
+        self._choices_apart = mask is not None and _one_row_per_choice(mask, action_space)
+        action, self._to_native = action_of(action_space, f"{task}: action_space", apart=self._choices_apart)
+        if mask is not None:
+            observation["action_mask"] = Array((math.prod(mask),), torch.bool)
         limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
         self.spec = EnvSpec(task, observation, action, limit, truncates_early=True)
         self._players: _Players | None = None
@@ -164,8 +166,8 @@ class EnvPool:
         tensors = to_tensors(observation, self.spec.observation)
         if isinstance(tensors, dict) and "action_mask" in tensors:
             # Jumanji may allow nothing at LAST, where every action is ignored; a policy needs something to choose.
-            mask = tensors["action_mask"].flatten(1)
-            tensors["action_mask"] = mask | ~mask.any(-1, keepdim=True)
+            mask = tensors["action_mask"] if self._choices_apart else tensors["action_mask"].flatten(1)
+            tensors["action_mask"] = (mask | ~mask.any(-1, keepdim=True)).flatten(1)
         return tensors
 
 
@@ -213,6 +215,12 @@ class _Players:
             mask = np.where(moves, info["legal_action_mask"][order][:, None], self._waiting)
             seen = {"observation": seen, "action_mask": torch.from_numpy(mask)}
         return grouped_timestep({PLAYER: seen}, reset, {PLAYER: reward[rows]}, terminated[order], truncated[order])
+
+
+def _one_row_per_choice(mask: tuple[int, ...], space: Any) -> bool:
+    """Whether a mask `[N, A]` is of N integers below A; otherwise it has an entry for each combination of them."""
+    bound = getattr(space, "high", None)  # of a Box
+    return bound is not None and len(mask) == 2 and mask[0] == bound.size and bool((bound == mask[1] - 1).all())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, MultiDiscrete, S
 from torchpod.types import MID, TimeStep, Tree
 
 _UNBOUNDED = 1e6  # EnvPool writes "no bound" as 1e10, or as the range of a double; Gymnasium as infinity
-_MAX_JOINT = 10_000  # actions of several integers, numbered
+_MAX_JOINT = 10_000  # a choice among more actions would be too wide
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
 
@@ -31,8 +31,9 @@ class Gymnasium:
     wants it: the final observation is seen, and the step that resets is a `FIRST`. The keys of `init` seed the
     environments, once; from then on they draw from their own generators, and the keys of `step` are not used.
     Float actions are clipped to their bounds; where bounds differ from entry to entry, the spec says [-1, 1] and
-    actions are scaled. Integers in a Box are numbered and become one Discrete; a Tuple of Discrete is a MultiDiscrete.
-    A Tuple that is observed is a dict, with the names "0", "1", ...
+    actions are scaled. Integers in a Box are numbered and become one Discrete, or a MultiDiscrete if that had more than
+    10,000 values; a Tuple of Discrete is a MultiDiscrete. A Tuple that is observed is a dict, with the names "0", "1",
+    ...
 
     Args:
       task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
@@ -43,8 +44,9 @@ class Gymnasium:
 
     Raises:
       ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict and
-        Tuple of these; if the action is none of Box, Discrete, MultiDiscrete and Tuple of Discrete, or has too many
-        values; or if options are given without an id. While it plays, if an observation has not the shape of its space.
+        Tuple of these; if the action is none of Box, Discrete, MultiDiscrete and Tuple of Discrete, or an integer of
+        more than 10,000 values; or if options are given without an id. While it plays, if an observation has not the
+        shape of its space.
     """
 
     traits = HOST
@@ -283,8 +285,15 @@ def grouped_timestep(
     return timestep._replace(reward=rewards, discount=discount, extras=extras), last
 
 
-def action_of(space: Any, where: str) -> tuple[Box | Discrete | MultiDiscrete, Callable[[np.ndarray], Any]]:
+def action_of(
+    space: Any, where: str, *, apart: bool = False
+) -> tuple[Box | Discrete | MultiDiscrete, Callable[[np.ndarray], Any]]:
     """The spec of an action space, and the function that turns actions of the spec `[B, ...]` into the space's.
+
+    Args:
+      space: of Gymnasium.
+      where: it stands, for the error.
+      apart: the integers of a Box are a MultiDiscrete, not numbered.
 
     Raises:
       ValueError: for a space that no agent here could act in.
@@ -305,8 +314,10 @@ def action_of(space: Any, where: str) -> tuple[Box | Discrete | MultiDiscrete, C
     low, high = space.low, space.high
     if space.dtype is not None and space.dtype.kind != "f":
         shape, counts = space.shape, [int(b) - int(a) + 1 for a, b in zip(low.flat, high.flat, strict=True)]
-        if math.prod(counts) > _MAX_JOINT:
-            raise ValueError(f"{where} is {space}, more than {_MAX_JOINT} joint actions; choose another environment.")
+        if max(counts) > _MAX_JOINT:
+            raise ValueError(f"{where} is {space}, an integer of more than {_MAX_JOINT} values; use a Box of floats.")
+        if apart or math.prod(counts) > _MAX_JOINT:
+            return MultiDiscrete(tuple(counts)), lambda action: (action.reshape(-1, *shape) + low).astype(space.dtype)
         return Discrete(math.prod(counts)), lambda action: (
             np.stack(np.unravel_index(action, counts), -1).reshape(-1, *shape) + low
         ).astype(space.dtype)
@@ -347,5 +358,6 @@ def to_tensors(observation: Any, spec: SpecTree) -> Tree:
         parts = dict(zip(spec, observation, strict=True)) if isinstance(observation, tuple) else observation
         return {name: to_tensors(parts[name], inner) for name, inner in spec.items()}
     tensor = torch.from_numpy(np.ascontiguousarray(observation)).to(spec.dtype)
-    # With channels first. Moving them costs many times what a copy does, which a device does better.
-    return tensor if tensor.shape[1:] == spec.shape else tensor.movedim(1, -1)
+    channels_first = tensor.shape[1:] != spec.shape and tensor.shape[1:] == (spec.shape[-1], *spec.shape[:-1])
+    # Moving them costs many times what a copy does, which a device does better.
+    return tensor.movedim(1, -1) if channels_first else tensor

@@ -18,7 +18,7 @@ for name in ("num-envs", "iterations", "repeats", "threads", "pool-threads", "se
     parser.add_argument(f"--{name}", type=int)
 a = parser.parse_args()
 # Two threads are worse for the plain loop and better for the others; more actors are faster.
-threads = a.threads or a.pool_threads
+threads = a.pool_threads if a.mode == "env_only" else a.threads
 rate = 100.0 / threads if a.actors is None else 100.0 * threads * (1 + a.actors) / (a.pools or 1)
 print(json.dumps({
     "framework": "fake", "mode": a.mode, "num_envs": a.num_envs, "unroll_length": 8, "epochs": 1, "minibatches": 1,

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -51,6 +52,19 @@ def torchrun(folder: Path, *command: str, options: tuple[str, ...] = ()) -> subp
 
 def train(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return torchrun(folder, "-m", "torchpod", "train", *SMALL, *overrides, options=options)
+
+
+def as_hosts(*folders: Path, command: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:
+    """One torchrun in each of the folders, as on so many hosts, of a rank each; they meet as `docs/loops.md` says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = (f"--nnodes={len(folders)}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test")
+    launcher = [sys.executable, "-m", "torch.distributed.run", *meet, f"--rdzv-endpoint=127.0.0.1:{port}"]
+    options: dict[str, Any] = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([*launcher, *command], cwd=folder, **options) for folder in folders]
+    said = [process.communicate(timeout=300) for process in running]
+    return [subprocess.CompletedProcess(p.args, p.returncode, *text) for p, text in zip(running, said, strict=True)]
 
 
 def our_lines(text: str) -> list[str]:
@@ -129,22 +143,40 @@ def assert_learned_the_same(case: str, one: dict[str, Any], two: list[dict[str, 
     assert losses
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_ranks: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("num_hosts", "num_ranks"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 1)], ids="{}x{}".format
+)
+def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts: int, num_ranks: int, tmp_path: Path):
     """In Sebulba, with lag 1; every rank has its share of the environments, and one actor."""
     sebulba = ("loop=sebulba", "loop.num_actor_threads=1", "algo.learner.num_minibatches=2", "run_dir=run")
     overrides = (*SMALL, *MLP, *sebulba, f"total_env_steps={20 * ITERATION}")
-    ranks = torchrun(tmp_path, "-m", "torchpod", "train", *overrides, options=(f"--nproc-per-node={num_ranks}",))
-    assert ranks.returncode == 0, ranks.stderr
+    command = ("-m", "torchpod", "train", *overrides)
+    if num_hosts == 1:
+        started = [torchrun(tmp_path, *command, options=(f"--nproc-per-node={num_ranks}",))]
+    else:
+        started = as_hosts(*[tmp_path] * num_hosts, command=command)
+    assert all(result.returncode == 0 for result in started), [result.stderr for result in started]
+    assert len([*checkpoint.latest(tmp_path / "run").glob("state-*.pt")]) == num_hosts * num_ranks
     execute(load([*overrides, f"run_dir={tmp_path / 'one'}"]))
     one, many = (checkpoint.load_weights(checkpoint.latest(tmp_path / name)) for name in ("one", "run"))
     unlike = {name: (x - many[name]).abs().max().item() for name, x in one.items() if x.isfinite().all()}
     assert one.keys() - unlike.keys() == {"reward_clip"}  # infinite
     difference = max(unlike.values())
-    print(f"{num_ranks} ranks differ by {difference:.2g} after 20 iterations")
+    print(f"{num_hosts} x {num_ranks} ranks differ by {difference:.2g} after 20 iterations")
     assert difference < 1e-5
     rows = [metrics.read_metrics(tmp_path / name) for name in ("one", "run")]
     assert [row["env_steps"] for row in rows[0]] == [row["env_steps"] for row in rows[1]]
+
+
+def test_hosts_that_share_no_folder_are_told_so(tmp_path: Path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    results = as_hosts(*folders, command=("-m", "torchpod", "train", *SMALL, *MLP, f"total_env_steps={ITERATION}"))
+    assert all(result.returncode for result in results)
+    said = [line for result in results for line in our_lines(result.stderr) if "sees no folder" in line]
+    assert len(said) == 1 and said[0].startswith("torchpod: rank 1 stops: rank 1 on ")
+    assert said[0].endswith("start on all hosts in a folder that they share, or name one with run_dir.")
 
 
 def test_two_ranks_learn_the_same_from_replay_of_their_own_and_are_resumed(tmp_path: Path):
