@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 if __name__ == "bench":
@@ -24,7 +25,8 @@ HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent"
 def main(argv: Sequence[str]) -> int:
     """Runs `torchpod bench SUITE [--json FILE] [--quick]` or `torchpod bench report`; returns the exit status.
 
-    The status is 1 if a peer was slower than its stated figure or the two sides did unequal work.
+    The status is 1 if a side failed, a peer was slower than its stated figure, the two sides did unequal work, a row
+    missed its target, or was better when it was last measured on such a machine.
     """
     parser = argparse.ArgumentParser(prog="torchpod bench", description="Runs one suite of benchmarks.")
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
@@ -35,7 +37,13 @@ def main(argv: Sequence[str]) -> int:
     if args.only and args.suite not in HAVE_PARTS:
         told = f"{', '.join(HAVE_PARTS[:-1])} and {HAVE_PARTS[-1]}"
         raise ValueError(f"--only {args.only} is for the suites {told}; {args.suite} is run whole.")
+    report = importlib.import_module(f"{__name__}.report")
     if args.suite == "report":
-        return importlib.import_module(f"{__name__}.report").main()
+        return report.main()
     options = {"only": args.only} if args.only else {}
-    return importlib.import_module(f"{__name__}.{SUITES[args.suite]}").main(args.json, quick=args.quick, **options)
+    suite = importlib.import_module(f"{__name__}.{SUITES[args.suite]}")
+    status = suite.main(args.json, quick=args.quick, **options)
+    worse = [] if args.json or args.quick else report.regressed(args.suite)
+    for sentence in worse:
+        print(f"torchpod bench: {sentence}", file=sys.stderr)
+    return 1 if status or worse else 0

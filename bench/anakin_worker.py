@@ -26,7 +26,7 @@ from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench.clock import Clock
-from torchpod.bench.harness import Measurement
+from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
@@ -175,7 +175,7 @@ class Prepared:
             "minibatches": config.num_minibatches,
             "batch_rows": anakin.unroll_length * anakin.num_envs,
             "param_count": sum(p.numel() for p in anakin.agent.parameters()),
-            "dtype": "float32",
+            "dtype": dtype_of(anakin.agent),
             "device": anakin.device.type,
             "tf32": on_gpu and torch.get_float32_matmul_precision() == "high",
             "memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import RowMaker, Worker, WorkerError
+from torchpod.bench.harness import MissingError, RowMaker, Worker
 
 NUM_ENVS = 2048
 STEPS_PER_CALL = 4_000_000
@@ -94,7 +94,7 @@ def main(
         arguments = [case_arguments(case, repeats, quick=quick, seed=i) for i in range(rounds)]
         results = harness.interleave(sides, arguments, core=core)
         a = results[ours.name]
-        b = results.get(peer.name, WorkerError("gymnax has no such environment"))
+        b = results.get(peer.name, MissingError("gymnax has no such environment"))
         row = make.rate(f"{case.name}/{NUM_ENVS}", a, b, peer_name=peer.name)
         rows.append(row)
         print(describe(row), flush=True)

@@ -23,6 +23,7 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 
+from torchpod.bench.targets import missed
 from torchpod.config import nearest
 from torchpod.run_folder import commit, cpu, versions
 
@@ -88,6 +89,10 @@ class WorkerError(Exception):
     """A worker is not installed or failed; the message says which and why."""
 
 
+class MissingError(WorkerError):
+    """There is no such side here, which is no fault: it is not installed, or nobody wrote it."""
+
+
 Measured = list[Measurement] | WorkerError
 """What became of one side: a measurement per round, or the error that ended it."""
 
@@ -122,6 +127,7 @@ class Row:
       interval: smallest and largest ratio of a round.
       cpu_share: CPU time over wall time of the worse side; below 0.95 somebody else had the core.
       threads: of each side.
+      rounds: of each side, what `TOLD` names, round by round; seconds are those of all timed calls.
     """
 
     name: str
@@ -137,6 +143,11 @@ class Row:
     versions: dict[str, str]
     commit: str | None
     note: str = ""
+    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+TOLD = ("load_average", "compile_s", "episode_return", "episodes", "dtype", "device", "tf32")
+"""Of a measurement, besides rates and seconds, as far as it has them."""
 
 
 # --- The machine ------------------------------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ def run_worker(
       WorkerError: if it is missing, failed, ran too long or printed no measurement.
     """
     if worker.missing:
-        raise WorkerError(f"{worker.name}: {worker.missing}")
+        raise MissingError(f"{worker.name}: {worker.missing}")
     caches = {
         "TORCHINDUCTOR_CACHE_DIR": str(cache_dir / worker.name),
         "TRITON_CACHE_DIR": str(cache_dir / worker.name / "triton"),
@@ -378,7 +389,18 @@ class RowMaker:
             versions=found,
             commit=self.commit,
             note="; ".join(notes),
+            rounds={side: [_told(m) for m in ms] for side, ms in good.items()},
         )
+
+
+def _told(measurement: Measurement) -> dict[str, Any]:
+    seconds = {"wall_s": sum(measurement["wall_s"]), "cpu_s": sum(measurement["cpu_s"])}
+    return seconds | {name: x for name, x in measurement.items() if name in TOLD}
+
+
+def dtype_of(module: torch.nn.Module) -> str:
+    """Of its parameters: one, or several with commas."""
+    return ",".join(sorted({str(x.dtype).removeprefix("torch.") for x in module.parameters()}))
 
 
 def rates(measurement: Measurement) -> list[float]:
@@ -394,8 +416,7 @@ def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
     unsaid = {"population": 1, "env": "", "device": "cpu", "tf32": False}
     a, b = ({**unsaid, **side} for side in (ours, peer))
     return [
-        f"{_case(peer)}: unequal work: {key} is {a[key]!r} in {ours['framework']} and {b[key]!r} in"
-        f" {peer['framework']}."
+        f"unequal work: {key} is {a[key]!r} in {ours['framework']} and {b[key]!r} in {peer['framework']}."
         for key in (*EQUAL_WORK, *unsaid)
         if a[key] != b[key]
     ]
@@ -412,7 +433,7 @@ def unequal_returns(ours: Sequence[Measurement], peer: Sequence[Measurement]) ->
     a, b = (_mean([m["episode_return"] for m in side]) for side in (ours, peer))
     if a is None or b is None or abs(a - b) > (1 - RETURN_SHARE) * max(abs(a), abs(b)):
         return [
-            f"{_case(first)}: {ours[0]['framework']} learned to a mean return of {a} and {first['framework']} to {b} in"
+            f"{ours[0]['framework']} learned to a mean return of {a} and {first['framework']} to {b} in"
             f" the same number of steps; they may differ by {1 - RETURN_SHARE:.1f} of the one that is further from 0."
         ]
     return []
@@ -431,16 +452,16 @@ def problems(
     *,
     returns: bool = True,
 ) -> list[str]:
-    """What is wrong with a row: our side failed, or the two differ in work or return; a missing peer is no fault.
+    """What is wrong with a row: a side failed, or the two differ in work or return; a missing peer is no fault.
 
     Without `returns` those are not compared: the two sides had no time to learn.
     """
     if isinstance(ours, WorkerError):
         return [f"{name}: {ours}"]
     if isinstance(peer, WorkerError):
-        return []
+        return [] if isinstance(peer, MissingError) else [f"{name}: {peer}"]
     told = [sentence for a, b in zip(ours, peer, strict=True) for sentence in unequal_work(a, b)]
-    return told + (unequal_returns(ours, peer) if returns else [])
+    return [f"{name}: {sentence}" for sentence in told + (unequal_returns(ours, peer) if returns else [])]
 
 
 def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:
@@ -453,11 +474,6 @@ def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:
     if not found:
         raise ValueError(f"--only {only} is no row of {suite}; {nearest(str(only), [case.name for case in cases])}")
     return found
-
-
-def _case(measurement: Measurement) -> str:
-    env = measurement.get("env")
-    return f"{measurement['mode']}/{measurement['num_envs']}" + (f" of {env}" if env else "")
 
 
 @dataclass(frozen=True)
@@ -513,14 +529,17 @@ def finish(
     Args:
       suite: its name.
       rows: in order.
-      failures: what failed so far; peers below their `figures` come to it.
+      failures: what failed so far; peers below their `figures` and rows below their targets (targets.py) come to it.
       calibrations: of `calibrate`, in the course of the suite; the best of each product counts, for what was slower
         had company.
       figures: of the peers, if any are known.
       **results: the others of `write_results`.
     """
     calibration = {product: max(c[product] for c in calibrations) for product in (calibrations or ({},))[0]}
-    failures = list(dict.fromkeys([*failures, *(below_figures(rows, figures, calibration) if figures else ())]))
+    failures = [*failures, *(below_figures(rows, figures, calibration) if figures else ())]
+    if not (results.get("extra") or {}).get("quick"):
+        failures += missed(suite, [dataclasses.asdict(row) for row in rows])
+    failures = list(dict.fromkeys(failures))
     path = write_results(suite, rows, failures=failures, calibration=calibration, **results)
     print(f"{len(rows)} rows in {path}")
     for failure in failures:

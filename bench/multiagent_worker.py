@@ -25,7 +25,7 @@ from torchpod import mlp, random
 from torchpod.actions import random_action
 from torchpod.algos.multi_agent import IA2C, IA2CConfig, Policies
 from torchpod.anakin import Anakin, RunState
-from torchpod.bench.harness import Measurement
+from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
@@ -272,7 +272,7 @@ class Prepared:
             "minibatches": config.num_minibatches if learns else 0,
             "batch_rows": anakin.unroll_length * anakin.num_envs,
             "param_count": sum(p.numel() for p in anakin.agent.parameters()),
-            "dtype": "float32",
+            "dtype": dtype_of(anakin.agent),
             "device": anakin.device.type,
             "tf32": on_gpu and torch.get_float32_matmul_precision() == "high",
             "memory_bytes": peak,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import compile_rows, default_workers, describe
-from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Figures, MissingError, RowMaker, Worker
 
 CASES = ((16, 4), (64, 4))
 """Members, and environments of each."""
@@ -59,7 +59,7 @@ def main(
         again = [case_arguments(members, num_envs, 1, learn=False, seed=i) for i in range(1, rounds)]
         colds = [harness.interleave((ours, peer), [one], core=core) for one in again if not quick]
         rows += compile_rows(make, name, (ours, peer), [results, *colds])
-        no_peer = WorkerError(f"{peer.name} is not run on two cores, where it hangs")
+        no_peer = MissingError(f"{peer.name} is not run on two cores, where it hangs")
         rows.append(make.rate(f"{name} on 2 cores", two, no_peer, peer_name=peer.name))
         for row in rows[-4:]:
             print(describe(row), flush=True)

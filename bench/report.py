@@ -1,7 +1,7 @@
 """Renders docs/benchmarks.md from bench/results/*.json: `torchpod bench report`. Only what was measured is written.
 
-For each suite and machine: the newest run as a table, what changed since the run before it on the same machine, and
-the history of the ratio by commit.
+For each suite and machine: the newest run as a table, with the targets that are set (targets.py), what changed since
+the run before it on the same machine, and the history of the ratio by commit.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpod.bench.harness import FORMAT, RESULTS, ROOT
+from torchpod.bench.targets import TARGETS, missed, outcome
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 HISTORY_LENGTH = 8
@@ -61,7 +62,9 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """One sentence for each row whose ratio to its peer was better by more than `REGRESSION` when it was last measured.
+    """One sentence for each row that was better by more than `REGRESSION` when it was last measured.
+
+    What counts is the ratio to its peer; the rate itself, by twice as much, of a row without one.
 
     Args:
       runs: of one suite on one machine, oldest first.
@@ -70,14 +73,27 @@ def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list
     found = []
     for name in names:
         measured = [(run, row) for run in runs for row in run["rows"] if row["name"] == name and _has_ratio(row)]
+        what, limit, key = "ratio", REGRESSION, "ratio"
+        if not measured:
+            alone = [(run, row) for run in runs for row in run["rows"] if row["name"] == name and row["value"]]
+            measured = [(run, row) for run, row in alone if row["unit"] == "env_steps/s"]
+            what, limit, key = "rate", 2 * REGRESSION, "value"
         if len(measured) < 2:
             continue
         (before, old), (_, new) = measured[-2:]
-        was, now = old["ratio"], new["ratio"]
+        was, now = old[key], new[key]
         worse = now / was - 1 if new["unit"] == "s" else 1 - now / was
-        if worse > REGRESSION:
-            found.append(f"{name}: the ratio went from {was:.2f} to {now:.2f} since {before['commit']}.")
+        if worse > limit:
+            told = (f"{x:.2f}" if what == "ratio" else f"{x:,.0f}" for x in (was, now))
+            found.append(f"{name}: the {what} went from {' to '.join(told)} since {before['commit']}.")
     return found
+
+
+def regressed(suite: str, results: Path = RESULTS) -> list[str]:
+    """`regressions` of the rows that the newest run of a suite has measured, against those before on such a machine."""
+    runs = [run for run in load(results) if run["suite"] == suite]
+    runs = [run for run in runs if run["hardware"]["name"] == runs[-1]["hardware"]["name"]]
+    return regressions(runs, [row["name"] for row in runs[-1]["rows"]]) if runs else []
 
 
 def _has_ratio(row: Mapping[str, Any]) -> bool:
@@ -100,9 +116,15 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         names = {row["name"] for row in merged["rows"]}
         merged["rows"] = [new.get(row["name"], row) for row in merged["rows"]]
         merged["rows"] += [row for name, row in new.items() if name not in names]
-        cases = tuple(case + ":" for name in new for case in (name, name.partition("/")[0]))
+        cases = tuple(case + ":" for name in new for case in (name, name.partition("/")[0], _before(name)))
         merged["failures"] = [x for x in merged["failures"] if not x.startswith(cases)] + list(part["failures"])
     return merged
+
+
+def _before(name: str) -> str:
+    """What a row's failure began with until 2026-11-24: `ppo_cartpole/64` was `update/64 of cartpole`."""
+    work, _, size = name.partition("/")
+    return f"update/{size} of {work.removeprefix('ppo_')}"
 
 
 def _section(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -119,15 +141,25 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + ".",
         "",
-        "| row | torchpod | peer | ratio | note |",
-        "|---|--:|--:|--:|---|",
-        *(_line(row) for row in latest["rows"]),
     ]
-    problems = list(latest["failures"])
+    targets = TARGETS.get(latest["suite"], {})
+    if targets:
+        lines += ["| row | torchpod | peer | ratio | target | note |", "|---|--:|--:|--:|---|---|"]
+    else:
+        lines += ["| row | torchpod | peer | ratio | note |", "|---|--:|--:|--:|---|"]
+    for row in latest["rows"]:
+        cells = _cells(row)
+        if targets:
+            cells.insert(-1, ": ".join(outcome(targets[row["name"]], row)) if row["name"] in targets else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    now_missed = missed(latest["suite"], latest["rows"])
+    # Those of the run itself may be of a part that was measured again.
+    problems = now_missed + [x for x in latest["failures"] if ", the target is " not in x]
     problems += regressions(runs, [row["name"] for row in latest["rows"]])
     lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []
-    if len(runs) > 1:
-        recent = runs[-HISTORY_LENGTH:]
+    by_commit = _by_commit(runs)
+    if len(by_commit) > 1:
+        recent = by_commit[-HISTORY_LENGTH:]
         lines += [
             "",
             "Ratio by commit:",
@@ -137,12 +169,21 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in latest["rows"]:
             same = ([r for r in run["rows"] if r["name"] == row["name"] and _has_ratio(r)] for run in recent)
-            ratios = [rows[0]["ratio"] if rows else None for rows in same]
+            ratios = [rows[-1]["ratio"] if rows else None for rows in same]
             lines.append(f"| {row['name']} | " + " | ".join("-" if r is None else f"{r:.2f}" for r in ratios) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _by_commit(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All rows that were measured at a commit, oldest first; of a row measured twice the last counts."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        rows = found.pop(run["commit"], {"rows": []})["rows"]
+        found[run["commit"]] = {"commit": run["commit"], "date": run["date"], "rows": [*rows, *run["rows"]]}
+    return [*found.values()]
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
     ratio = "-"
     peer = f"{row['peer']['name']} {_number(row['peer']['value'], row['unit'])}" if row["peer"] else "-"
     if _has_ratio(row):
@@ -151,7 +192,7 @@ def _line(row: Mapping[str, Any]) -> str:
     elif row["ratio"] is not None:
         peer = "-"
     note = row["note"].replace("|", "\\|")
-    return f"| {row['name']} | {_number(row['value'], row['unit'])} | {peer} | {ratio} | {note} |"
+    return [row["name"], _number(row["value"], row["unit"]), peer, ratio, note]
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -23,7 +23,7 @@ from torchpod.agent import Agent
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import RunState
-from torchpod.bench.harness import Measurement
+from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import busy_share
 from torchpod.compile import Compiler
 from torchpod.envs.host import EnvPool
@@ -133,7 +133,7 @@ def measure(
         "minibatches": config.num_minibatches,
         "batch_rows": unroll_length * num_envs,
         "param_count": sum(p.numel() for p in sebulba.agent.parameters()),
-        "dtype": "float32",
+        "dtype": dtype_of(sebulba.agent),
         "iterations": iterations,
         "total_iterations": iterations * (1 + repeats),
         "compile_s": compile_s,

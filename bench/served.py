@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from torchpod.bench.harness import ONE_THREAD, ROOT, Measured, Measurement, Worker, WorkerError
+from torchpod.bench.harness import ONE_THREAD, ROOT, Measured, Measurement, MissingError, Worker, WorkerError
 
 GONE = contextlib.suppress(OSError, ValueError)
 """Around pipes whose other end may be gone, or our own closed."""
@@ -109,7 +109,7 @@ class Served:
     def __init__(self, job: Job, folder: Path, deadline: float, *, threads: int) -> None:
         worker = job.worker
         if worker.missing:
-            raise WorkerError(f"{worker.name}: {worker.missing}")
+            raise MissingError(f"{worker.name}: {worker.missing}")
         self._name, self._deadline = worker.name, deadline
         folder.mkdir()
         self._errors = folder / "stderr"

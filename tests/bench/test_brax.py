@@ -60,7 +60,7 @@ def test_rows_are_ratios_and_say_what_is_not_equal(tmp_path):
 def test_unequal_work_and_returns_fail_and_a_missing_peer_is_told(tmp_path):
     status, document = run(tmp_path, PPO, ours=(200.0, 9000, 90.0))
     assert status == 1
-    assert document["failures"] == ["update/8 of ant: unequal work: param_count is 9000 in torchpod and 9091 in brax."]
+    assert document["failures"] == ["ppo_ant/8: unequal work: param_count is 9000 in torchpod and 9091 in brax."]
     status, document = run(tmp_path, PPO, ours=(200.0, 9091, 50.0))
     assert status == 1 and "learned to a mean return of 50.0 and brax to 100.0" in document["failures"][0]
     assert run(tmp_path, PPO._replace(learn=0), ours=(200.0, 9091, None))[0] == 0

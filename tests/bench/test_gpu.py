@@ -9,7 +9,7 @@ import pytest
 
 from torchpod.bench import gpu, harness, report
 from torchpod.bench.gpu import Case, HostCase
-from torchpod.bench.harness import RowMaker, Worker, WorkerError
+from torchpod.bench.harness import MissingError, RowMaker, Worker
 from torchpod.bench.kernels import covered
 from torchpod.bench.served import Result
 
@@ -178,7 +178,7 @@ def test_the_floor_stands_beside_the_rate():
 def test_memory_is_compared_on_a_gpu_alone():
     m = {"memory_bytes": 10, "wall_s": [1.0], "cpu_s": [1.0], "compile_s": 1.0, "env_steps": [5.0]}
     m |= {"threads": {}, "versions": {}, "device": "cuda"}
-    results = Result([m], {}), Result(WorkerError("jax: gone"), {})  # pyright: ignore[reportArgumentType]
+    results = Result([m], {}), Result(MissingError("jax: gone"), {})  # pyright: ignore[reportArgumentType]
     rows, failures = gpu.case_rows(
         RowMaker(), Case("cartpole", 8), *results, Worker("jax", (), missing="gone"), device="cuda"
     )
@@ -192,8 +192,8 @@ def test_tf32_on_one_side_and_a_peer_on_the_cpu_are_unequal_work():
     on_gpu = m | {"device": "cuda", "tf32": True}
     assert harness.unequal_work(on_gpu, on_gpu) == []  # pyright: ignore[reportArgumentType]
     assert harness.unequal_work(on_gpu, m | {"framework": "b"}) == [  # pyright: ignore[reportArgumentType]
-        "update/4: unequal work: device is 'cuda' in a and 'cpu' in b.",
-        "update/4: unequal work: tf32 is True in a and False in b.",
+        "unequal work: device is 'cuda' in a and 'cpu' in b.",
+        "unequal work: tf32 is True in a and False in b.",
     ]
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from torchpod import bench, run_folder
-from torchpod.bench import anakin, harness
+from torchpod.bench import anakin, harness, targets
 from torchpod.bench.anakin import Case
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
+from torchpod.bench.targets import Target
 
 
 def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
@@ -101,15 +102,13 @@ def test_another_environment_is_other_work(tmp_path, fake):
     m["env"] = "cartpole"
     other: harness.Measurement = {**m, "env": "catch"}
     assert harness.unequal_work(m, {**m}) == []
-    assert harness.unequal_work(other, m) == [
-        "update/64 of cartpole: unequal work: env is 'catch' in jax and 'cartpole' in jax."
-    ]
+    assert harness.unequal_work(other, m) == ["unequal work: env is 'catch' in jax and 'cartpole' in jax."]
 
 
 def test_unequal_work_fails_the_bench(tmp_path, fake):
     status, document = run_suite(tmp_path, fake("torchpod", 3000, params=4610), fake("jax", 2000))
     assert status == 1
-    assert document["failures"] == ["update/64: unequal work: param_count is 4610 in torchpod and 9155 in jax."]
+    assert document["failures"] == ["ppo_cartpole/64: unequal work: param_count is 4610 in torchpod and 9155 in jax."]
 
 
 def test_a_peer_that_is_not_installed_is_a_row_with_the_reason(tmp_path, fake):
@@ -118,6 +117,34 @@ def test_a_peer_that_is_not_installed_is_a_row_with_the_reason(tmp_path, fake):
     row = document["rows"][0]
     assert status == 0 and row["peer"] is None and row["ratio"] is None and row["value"] == pytest.approx(3000)
     assert "make bench" in row["note"]
+
+
+def test_a_peer_that_is_installed_and_fails_fails_the_bench(tmp_path, fake):
+    broken = Worker("jax", (sys.executable, "-S", "-c", "raise SystemExit('no memory')"))
+    status, document = run_suite(tmp_path, fake("torchpod", 3000), broken)
+    assert status == 1 and document["rows"][0]["value"] == pytest.approx(3000)
+    assert document["failures"] == ["ppo_cartpole/64: jax failed (exit status 1): no memory"]
+
+
+def test_a_missed_target_fails_the_bench_with_what_bounds_it(tmp_path, fake, monkeypatch):
+    known = {"ppo_cartpole/64": Target(ratio=2.0, bound="memory"), "compile_warm_ppo_cartpole/64": Target(seconds=0.1)}
+    monkeypatch.setitem(targets.TARGETS, "anakin", known)
+    assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))[1]["failures"] == [
+        "ppo_cartpole/64: 1.50 x, the target is >= 2 x; memory.",
+        "compile_warm_ppo_cartpole/64: 0.5 s, the target is <= 0.1 s.",
+    ]
+    known |= {"ppo_cartpole/64": Target(ratio=1.4), "compile_warm_ppo_cartpole/64": Target(ratio=1.1)}
+    assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))[0] == 0
+
+
+def test_a_row_holds_seconds_load_and_return_of_every_round(tmp_path, fake):
+    _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))
+    for side in ("torchpod", "jax"):
+        rounds = document["rows"][0]["rounds"][side]
+        assert len(rounds) == document["rounds"]
+        for told in rounds:
+            assert told["wall_s"] > 0 and told["cpu_s"] > 0 and told["load_average"] >= 0
+            assert {"compile_s", "episode_return", "episodes", "dtype"} <= told.keys()
 
 
 def test_a_worker_of_ours_that_fails_fails_the_bench_and_keeps_the_peers_row(tmp_path, fake):

@@ -45,4 +45,4 @@ def test_members_are_part_of_the_work():
     m = {key: 1 for key in harness.EQUAL_WORK} | {"framework": "a", "mode": "update", "num_envs": 4}
     assert harness.unequal_work(m | {"population": 16}, m | {"population": 16, "framework": "b"}) == []  # pyright: ignore
     told = harness.unequal_work(m | {"population": 16}, m | {"framework": "b"})  # pyright: ignore
-    assert told == ["update/4: unequal work: population is 16 in a and 1 in b."]
+    assert told == ["unequal work: population is 16 in a and 1 in b."]

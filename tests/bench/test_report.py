@@ -3,6 +3,7 @@ import json
 import pytest
 
 from torchpod.bench import report
+from torchpod.bench.targets import TARGETS
 
 
 def document(date: str, commit: str, ratio: float | None, *, note: str = "", **more) -> dict:
@@ -34,7 +35,7 @@ def test_the_page_shows_the_newest_run_with_its_ratio_and_interval():
     page = report.render(
         [document("2030-01-01T00:00:00", "aaaaaaa", 1.0), document("2030-01-02T00:00:00", "bbb", 1.23)]
     )
-    assert "| ppo_cartpole/1024 | 123,456 | jax 100,000 | 1.23 [1.13, 1.33] |  |" in page
+    assert "| ppo_cartpole/1024 | 123,456 | jax 100,000 | 1.23 [1.13, 1.33] | >= 1.2 x: met |  |" in page
     assert "| ppo_cartpole/1024 | 1.00 | 1.23 |" in page  # the history
     assert page.count("## anakin on some-cpu-2-cores") == 1
 
@@ -42,17 +43,31 @@ def test_the_page_shows_the_newest_run_with_its_ratio_and_interval():
 def test_a_missing_peer_and_a_failure_are_written_out():
     failed = document("2030-01-01T00:00:00", "aaa", None, note="jax: not installed", failures=["Too slow."])
     page = report.render([failed])
-    assert "| ppo_cartpole/1024 | 123,456 | - | - | jax: not installed |" in page
+    assert "| ppo_cartpole/1024 | 123,456 | - | - | >= 1.2 x: not measured | jax: not installed |" in page
     assert "- **Too slow.**" in page
 
 
 def test_a_run_of_one_row_takes_the_place_of_that_row():
     whole = document("2030-01-01T00:00:00", "aaa", 1.0, failures=["ppo_cartpole: slow.", "other: slow."])
+    whole["failures"].append("update/1024 of cartpole: unequal work.")  # as they were told once
     whole["rows"].append({**whole["rows"][0], "name": "other/1024"})
     page = report.render([whole, document("2030-01-02T00:00:00", "bbb", 1.23, only="ppo_cartpole")])
-    assert "| ppo_cartpole/1024 | 123,456 | jax 100,000 | 1.23 [1.13, 1.33] | measured 2030-01-02, commit bbb |" in page
-    assert "| other/1024 | 123,456 | jax 100,000 | 1.00 [0.90, 1.10] |  |" in page
-    assert "other: slow." in page and "ppo_cartpole: slow." not in page
+    line = "| ppo_cartpole/1024 | 123,456 | jax 100,000 | 1.23 [1.13, 1.33] | >= 1.2 x: met |"
+    assert f"{line} measured 2030-01-02, commit bbb |" in page
+    assert "| other/1024 | 123,456 | jax 100,000 | 1.00 [0.90, 1.10] |  |  |" in page
+    assert "other: slow." in page and "ppo_cartpole: slow." not in page and "unequal" not in page
+
+
+def test_a_missed_target_is_told_with_what_bounds_it_until_it_is_met():
+    slow = document("2030-01-01T00:00:00", "aaa", 0.4, failures=["ppo_cartpole/4: 0.30 x, the target is >= 0.5 x; x."])
+    slow["rows"][0]["name"] = "ppo_cartpole/4"
+    bound = TARGETS["anakin"]["ppo_cartpole/4"].bound
+    assert f"- **ppo_cartpole/4: 0.40 x, the target is >= 0.5 x; {bound}.**" in report.render([slow])
+    assert "0.30 x" not in report.render([slow])
+    better = document("2030-01-02T00:00:00", "bbb", 0.6, only="ppo_cartpole/4")
+    better["rows"][0]["name"] = "ppo_cartpole/4"
+    page = report.render([slow, better])
+    assert ">= 0.5 x: met" in page and "the target is" not in page
 
 
 def test_without_a_whole_run_all_parts_are_shown():
@@ -63,7 +78,7 @@ def test_without_a_whole_run_all_parts_are_shown():
 
 
 def test_a_peer_that_compiles_nothing_is_no_peer():
-    row = document("2030-01-01T00:00:00", "aaa", 300.0)
+    row = document("2030-01-01T00:00:00", "aaa", 300.0, suite="losses")
     row["rows"][0] |= {"unit": "s", "value": 12.0, "peer": {"name": "torchrl", "value": 0.04}}
     assert "| ppo_cartpole/1024 | 12.0 s | - | - |  |" in report.render([row])
 
@@ -81,6 +96,31 @@ def test_a_regression_is_named_and_noise_is_not():
     slower["rows"][0]["unit"] = before["rows"][0]["unit"] = "s"  # fewer seconds are better
     assert report.regressions([before, slower], names) == []
     assert len(report.regressions([slower, before], names)) == 1
+
+
+def test_rows_without_a_peer_are_compared_by_their_rates():
+    before, after = (document(f"2030-01-0{i}T00:00:00", "aaa", None) for i in (1, 2))
+    after["rows"][0]["value"] = 105_000.0
+    assert report.regressions([before, after], ["ppo_cartpole/1024"]) == []
+    after["rows"][0]["value"] = 90_000.0
+    told = ["ppo_cartpole/1024: the rate went from 123,456 to 90,000 since aaa."]
+    assert report.regressions([before, after], ["ppo_cartpole/1024"]) == told
+
+
+def test_the_history_has_a_column_for_each_commit():
+    runs = [document(f"2030-01-0{i}T00:00:00", commit, i / 10) for i, commit in enumerate(["aaa", "bbb", "bbb"], 1)]
+    page = report.render(runs)
+    assert "| row | aaa (2030-01-01) | bbb (2030-01-03) |" in page and "| ppo_cartpole/1024 | 0.10 | 0.30 |" in page
+
+
+def test_a_suite_is_compared_with_its_last_run_on_such_a_machine(tmp_path):
+    elsewhere = document("2030-01-02T00:00:00", "bbb", 3.0)
+    elsewhere["hardware"] = {**elsewhere["hardware"], "name": "another"}
+    runs = [document("2030-01-01T00:00:00", "aaa", 1.0), elsewhere, document("2030-01-03T00:00:00", "ccc", 0.8)]
+    for i, run in enumerate(runs):
+        (tmp_path / f"{i}.json").write_text(json.dumps(run))
+    assert report.regressed("envs", tmp_path) == []
+    assert report.regressed("anakin", tmp_path) == ["ppo_cartpole/1024: the ratio went from 1.00 to 0.80 since aaa."]
 
 
 def test_main_reads_the_folder_leaves_out_quick_runs_and_refuses_foreign_files(tmp_path):

@@ -1,0 +1,82 @@
+"""What rows are to reach beside their peer, and what stands in the way of those that do not.
+
+A suite whose row misses its target exits with 1, and docs/benchmarks.md shows both (report.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Target(NamedTuple):
+    """See the module."""
+
+    ratio: float | None = None
+    """At least so many times the peer's rate; at most so many times its seconds."""
+    seconds: float | None = None
+    """At most."""
+    bound: str = ""
+    """What bounds a row that misses it, and what was tried: where the numbers are."""
+
+
+_FOUR = (
+    "128-row minibatches: networks' operators take 38 % of the time, a step of 4 rows 13 us (29 %), calls 21 %; tried: "
+    "the unroll and the minibatches of an epoch as one C++ call each, one operator per network, dot products for up to "
+    "8 rows, an allocator of our own (docs/design.md, section 4)"
+)
+_POPULATION = (
+    "networks' operators at the speed of the core's matrix products take 1.3 of the 1.7 ms of a minibatch, Adam 0.3; "
+    "tried: weights as they are for 4 rows each, moments in one vector with aligned rows (docs/design.md, section 4)"
+)
+_COMPILE = Target(ratio=3.0)
+_WARM = Target(seconds=5.0)
+
+
+def _ppo(*targets: tuple[str, float, str]) -> dict[str, Target]:
+    """A rate each, and compiling it."""
+    found = {name: Target(ratio=ratio, bound=bound) for name, ratio, bound in targets}
+    for name, *_ in targets:
+        if "2 cores" not in name:
+            found |= {f"compile_cold_{name}": _COMPILE, f"compile_warm_{name}": _WARM}
+    return found
+
+
+TARGETS: Mapping[str, Mapping[str, Target]] = {
+    "anakin": _ppo(
+        ("ppo_cartpole/4", 0.5, _FOUR),
+        ("ppo_cartpole/64", 1.0, ""),
+        ("ppo_cartpole/1024", 1.2, ""),
+        ("ppo_cartpole/4096", 1.2, ""),
+        ("ppo_cartpole/1024 on 2 cores", 1.3, ""),
+        ("ppo_cartpole/4096 on 2 cores", 1.3, ""),
+        ("ppo_minatar_breakout/64", 1.3, ""),
+        ("ppo_minatar_breakout/1024", 1.3, ""),
+    ),
+    "population": _ppo(
+        ("population_ppo_cartpole/16x4", 1.0, _POPULATION), ("population_ppo_cartpole/64x4", 1.0, _POPULATION)
+    ),
+}
+
+
+def outcome(target: Target, row: Mapping[str, Any]) -> tuple[str, str]:
+    """The target in words; and "met", "missed", or "not measured" without a peer."""
+    got, unit = (row["value"], "s") if target.seconds is not None else (row["ratio"], "x")
+    less = row["unit"] == "s"
+    limit = target.seconds if target.ratio is None else target.ratio
+    wanted = f"{'<=' if less else '>='} {limit:g} {unit}"
+    if row["ratio"] is None:
+        return wanted, "not measured"
+    return wanted, "met" if (got <= limit if less else got >= limit) else "missed"
+
+
+def missed(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each row with a peer that misses its target, with what bounds it as far as that is known."""
+    found = []
+    for row in rows:
+        target = TARGETS.get(suite, {}).get(row["name"])
+        if target is None:
+            continue
+        wanted, verdict = outcome(target, row)
+        if verdict == "missed":
+            got = f"{row['value']:.1f} s" if target.seconds is not None else f"{row['ratio']:.2f} x"
+            found.append(f"{row['name']}: {got}, the target is {wanted}{f'; {target.bound}' if target.bound else ''}.")
+    return found
