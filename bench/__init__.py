@@ -26,7 +26,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs `torchpod bench SUITE [--json FILE] [--quick]` or `torchpod bench report`; returns the exit status.
 
     The status is 1 if a side failed, a peer was slower than its stated figure, the two sides did unequal work, a row
-    missed its target, or was better when it was last measured on such a machine.
+    missed its target, or, unless with `--json` or `--quick`, was better by more than a tenth when it was last measured
+    on such a machine (a fifth without a peer).
     """
     parser = argparse.ArgumentParser(prog="torchpod bench", description="Runs one suite of benchmarks.")
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])

@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 MODES = {"env_only": "env_only", "policy": "env_policy", "update": "ppo"}
 CASES = (
-    *(Case(num_envs, mode) for num_envs in (4, 64, 1024, 4096) for mode in MODES),
+    *(Case(num_envs, mode) for num_envs in (4, 64, 1024, 4096, 16384, 65536) for mode in MODES),
     *(Case(num_envs, env="minatar_breakout") for num_envs in (64, 1024)),
     *(Case(num_envs, cores=2) for num_envs in (1024, 4096)),
     *(Case(num_envs, peer="rejax") for num_envs in (64, 1024)),
@@ -97,8 +97,8 @@ def main(
       only: measure the rows whose names begin with this; the page then shows this run in their place.
 
     Returns:
-      0, or 1 if the peer was below its figure or slower than rejax, the work was unequal, torchpod's own side failed or
-      there are too few cores for a row.
+      0, or 1 if the peer was below its figure or slower than rejax, the work was unequal, a target missed, a side
+      failed or there are too few cores for a row.
     """
     if quick:
         cases, rounds, repeats = (Case(1024), Case(1024, peer="rejax")), 2, 1
@@ -120,7 +120,7 @@ def main(
         a, b = results[ours.name], results[peer.name]
         rows.append(make.rate(case.name, a, b, peer_name=peer.name))
         print(describe(rows[-1]), flush=True)
-        if case.mode == "update" and case.cores == 1 and case.peer == "jax":
+        if case.mode == "update" and case.cores == 1 and case.peer == "jax" and case.num_envs <= 4096:
             again = [case_arguments(case, 1, learn=False, seed=i) for i in range(1, rounds)]
             colds = [harness.interleave((ours, peer), [one], core=pinned) for one in again if not quick]
             rows += compile_rows(make, case.name, (ours, peer), [results, *colds])

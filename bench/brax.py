@@ -82,7 +82,7 @@ def main(
       only: measure the rows whose names begin with this; the page then shows this run in their place.
 
     Returns:
-      0, or 1 if the work was unequal, one side learned much less than the other, or torchpod's own side failed.
+      0, or 1 if the work was unequal, one side learned much less than the other, or a side failed.
     """
     if quick:
         cases, rounds, repeats = (Case("fast", 64, 100, backend=None), Case("fast", 64, 2, "update", None)), 2, 1

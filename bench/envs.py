@@ -77,7 +77,7 @@ def main(
     With `only`, the rows whose names begin with it are measured, and the page shows this run in their place.
 
     Returns:
-      0, or 1 if a peer was below its figure, a goal was not reached, or torchpod's own side failed.
+      0, or 1 if a peer was below its figure, a goal was not reached, or a side failed.
     """
     if quick:
         cases, alone, rounds, repeats = cases[:1], (), 2, 1

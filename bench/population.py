@@ -38,7 +38,7 @@ def main(
     """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
 
     Returns:
-      0, or 1 if the peer was below its figure, the work was unequal or torchpod's own side failed.
+      0, or 1 if the peer was below its figure, the work was unequal, a target missed or a side failed.
     """
     if quick:
         cases, rounds, repeats = cases[:1], 2, 1

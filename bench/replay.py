@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import RowMaker, Worker
+from torchpod.bench.harness import MissingError, RowMaker, Worker, WorkerError
 from torchpod.bench.replay_worker import CASES, SIDES, Case
 
 WORKERS = tuple(Worker(side, (sys.executable, "-m", "torchpod.bench.replay_worker", "--side", side)) for side in SIDES)
@@ -46,6 +46,8 @@ def main(
         results = harness.interleave(workers, arguments, core=core)
         ours, *peers = (results[worker.name] for worker in workers)
         for peer, theirs in zip(workers[1:], peers, strict=True):
+            if isinstance(theirs, WorkerError):  # TorchRL's prioritised sampler does not load with every torch
+                theirs = MissingError(str(theirs))
             rows.append(make.rate(f"{case.name}/{peer.name}", ours, theirs, peer_name=peer.name, unit="rows/s"))
             print(describe(rows[-1]), flush=True)
             failures += harness.problems(case.name, ours, theirs, returns=False)

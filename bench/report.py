@@ -61,14 +61,16 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """One sentence for each row that was better by more than `REGRESSION` when it was last measured.
+def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str], *, newest_only: bool = False) -> list[str]:
+    """One sentence for each row that was better by more than `REGRESSION` when it was measured the last time but one.
 
-    What counts is the ratio to its peer; the rate itself, by twice as much, of a row without one.
+    What counts is the ratio to its peer; the rate itself, by twice as much, of a row without one. What gets slower
+    little by little is seen in the history alone.
 
     Args:
       runs: of one suite on one machine, oldest first.
       names: of the rows.
+      newest_only: leave out rows that the newest run could not compare.
     """
     found = []
     for name in names:
@@ -80,7 +82,9 @@ def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list
             what, limit, key = "rate", 2 * REGRESSION, "value"
         if len(measured) < 2:
             continue
-        (before, old), (_, new) = measured[-2:]
+        (before, old), (newest, new) = measured[-2:]
+        if newest_only and newest is not runs[-1]:
+            continue
         was, now = old[key], new[key]
         worse = now / was - 1 if new["unit"] == "s" else 1 - now / was
         if worse > limit:
@@ -93,7 +97,7 @@ def regressed(suite: str, results: Path = RESULTS) -> list[str]:
     """`regressions` of the rows that the newest run of a suite has measured, against those before on such a machine."""
     runs = [run for run in load(results) if run["suite"] == suite]
     runs = [run for run in runs if run["hardware"]["name"] == runs[-1]["hardware"]["name"]]
-    return regressions(runs, [row["name"] for row in runs[-1]["rows"]]) if runs else []
+    return regressions(runs, [row["name"] for row in runs[-1]["rows"]], newest_only=True) if runs else []
 
 
 def _has_ratio(row: Mapping[str, Any]) -> bool:
@@ -155,8 +159,11 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     now_missed = missed(latest["suite"], latest["rows"])
     # Those of the run itself may be of a part that was measured again.
     problems = now_missed + [x for x in latest["failures"] if ", the target is " not in x]
+    bounds = {name: target.bound for name, target in targets.items() if target.bound}
+    met = [name for name in bounds if not any(x.startswith(f"{name}:") for x in now_missed)]
     problems += regressions(runs, [row["name"] for row in latest["rows"]])
     lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []
+    lines += ["", *(f"- {name} is bounded by {bounds[name]}." for name in met)] if met else []
     by_commit = _by_commit(runs)
     if len(by_commit) > 1:
         recent = by_commit[-HISTORY_LENGTH:]

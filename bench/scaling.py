@@ -189,8 +189,8 @@ def render(rows: Sequence[harness.Row], found: Mapping[tuple[str, int], Mapping[
         lines.append(f"| {kind} | {k} | {' | '.join(cells)} | {sums_s / own['iteration_s']:.1%} |")
     lines += [
         "",
-        "Time in sums is that of rank 0, and includes waiting for the slowest rank, which the model leaves out: what it"
-        " says is the least that sums take. Here most of that time is waiting, with more ranks than cores for a core.",
+        "Time in sums is that of rank 0, and includes waiting for the slowest rank, which the model leaves out"
+        + (f" (with more than {cores} ranks, also for a core)." if max(ranks) > cores else "."),
         "",
         "## A model of the sums",
         "",
@@ -199,8 +199,7 @@ def render(rows: Sequence[harness.Row], found: Mapping[tuple[str, int], Mapping[
         " in a ring or 2 log2 K messages of n bytes in a tree, the better of which is counted; a message takes a"
         f" latency plus its bytes over a bandwidth. From sums over {few} ranks on this machine, of"
         f" 8 bytes and of 16 MiB: {1e6 * network.latency_s:.0f} us and {network.bandwidth / 1e9:.2f} GB/s. What these"
-        " two numbers say of the other sizes and numbers of ranks (with more ranks than cores, a sum also waits until"
-        " all had a core):",
+        " two numbers say of the other sizes and numbers of ranks:",
         "",
         "| ranks | bytes | measured alone | model |",
         "|--:|--:|--:|--:|",
@@ -216,8 +215,8 @@ def render(rows: Sequence[harness.Row], found: Mapping[tuple[str, int], Mapping[
         "",
         "**Nothing below was measured.** Efficiency is t / (t + sums), for an iteration that computes for t on each"
         f" device and makes the {two['sums_per_iteration']} sums of PPO on CartPole one after the other, without"
-        " overlap, and no rank waits for another: the most that can be had. The first t is that of one core of this"
-        " machine with"
+        " overlap and without waiting for the slowest rank, which costs more here than the sums do. The first t is that"
+        " of one core of this machine with"
         f" {PER_RANK} environments; the others stand for faster devices, whose t a GPU run will replace. Networks are"
         " round numbers of data sheets: "
         + "; ".join(f"{name}: {1e6 * x.latency_s:.0f} us, {x.bandwidth / 1e9:.2f} GB/s" for name, x in ASSUMED.items())

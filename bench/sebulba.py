@@ -4,9 +4,9 @@
 
 The budget is the one of suite `anakin`: environments, + inference (`act_...`), + learning (`ppo_...`), with one and two
 actor threads and with one that has two pools, beside (a) the same work in turn in one thread, and (b) a plain PyTorch
-loop (bench/peers/plain_ppo.py). Every side runs at its better number of OpenMP threads and of EnvPool's: all are tried
-in the first round, the better half again in each that follows. The best layout must reach the goals. Read harness.py
-first.
+loop (bench/peers/plain_ppo.py). Every side runs at its better number of OpenMP threads and, with one pool, of
+EnvPool's: all are tried in the first round, the better half again in each that follows, and the rounds of the best are
+reported. The best layout must reach the goals. Read harness.py first.
 """
 
 import itertools
@@ -117,13 +117,17 @@ def run_mode(
     found = {side.name: dict[Threads, Measured]() for side in sides}
     left = {side.name: threads_of(side.name, mode) for side in sides}
     for seed in range(rounds):
-        for worker, at in [(side, at) for side in sides for at in left[side.name]]:
-            before, new = found[worker.name].get(at, []), run(worker, at, seed)
-            found[worker.name][at] = [*before, *new] if isinstance(before, list) and isinstance(new, list) else new
+        turns = itertools.zip_longest(*([(side, at) for at in left[side.name]] for side in sides))
+        for worker, at in (pair for turn in turns for pair in turn if pair):
+            before = found[worker.name].get(at, [])
+            if isinstance(before, list):
+                new = run(worker, at, seed)
+                found[worker.name][at] = new if isinstance(new, WorkerError) else [*before, *new]
         for name, own in left.items():
             own.sort(key=lambda at, name=name: -rate(found[name][at]))
             left[name] = own[: max(1, len(own) // 2)]
-    return {name: found[name][own[0]] for name, own in left.items()}
+    failed = {name: x for name, own in found.items() for x in own.values() if isinstance(x, WorkerError)}
+    return {name: failed.get(name, found[name][own[0]]) for name, own in left.items()}
 
 
 Threads = tuple[int, int]

@@ -1,4 +1,4 @@
-"""What rows are to reach beside their peer, and what stands in the way of those that do not.
+"""What rows are to reach beside their peer, set before they were measured, and what bounds them where that is known.
 
 A suite whose row misses its target exits with 1, and docs/benchmarks.md shows both (report.py).
 """
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 
 class Target(NamedTuple):
-    """See the module."""
+    """See the module. Either a ratio or seconds."""
 
     ratio: float | None = None
     """At least so many times the peer's rate; at most so many times its seconds."""
     seconds: float | None = None
     """At most."""
     bound: str = ""
-    """What bounds a row that misses it, and what was tried: where the numbers are."""
+    """What bounds the row, and what was tried: where the numbers are."""
 
 
 _FOUR = (
@@ -58,18 +58,19 @@ TARGETS: Mapping[str, Mapping[str, Target]] = {
 
 
 def outcome(target: Target, row: Mapping[str, Any]) -> tuple[str, str]:
-    """The target in words; and "met", "missed", or "not measured" without a peer."""
-    got, unit = (row["value"], "s") if target.seconds is not None else (row["ratio"], "x")
+    """The target in words; and "met", "missed" or "not measured"."""
+    got, limit, unit = (row["ratio"], target.ratio, "x")
+    if limit is None:
+        got, limit, unit = row["value"], target.seconds, "s"
     less = row["unit"] == "s"
-    limit = target.seconds if target.ratio is None else target.ratio
     wanted = f"{'<=' if less else '>='} {limit:g} {unit}"
-    if row["ratio"] is None:
+    if got is None:
         return wanted, "not measured"
     return wanted, "met" if (got <= limit if less else got >= limit) else "missed"
 
 
 def missed(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each row with a peer that misses its target, with what bounds it as far as that is known."""
+    """A sentence for each row that misses its target, with what bounds it as far as that is known."""
     found = []
     for row in rows:
         target = TARGETS.get(suite, {}).get(row["name"])

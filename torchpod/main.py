@@ -70,8 +70,8 @@ def _report(error: Exception) -> None:
     """One sentence; where every rank has the same to say, rank 0 says it."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and isinstance(error, ConfigError | CheckpointError | SplitError | NonFiniteErrorInRun):
-        time.sleep(5.0)  # torchrun ends all ranks when the first is gone: let rank 0 speak
-    elif isinstance(error, RankError):
+        time.sleep(10.0)  # torchrun ends all ranks when the first is gone: let rank 0 speak, if it has something to say
+    if isinstance(error, RankError):
         print(f"torchpod: rank {rank} stops: {error}", file=sys.stderr)
     else:
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""

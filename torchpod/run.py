@@ -42,6 +42,7 @@ from torchpod.run_folder import (
     resume_source,
     resumed_config,
     save_state,
+    seen_by_all,
     write_text,
 )
 from torchpod.sebulba import Sebulba, devices_of
@@ -163,7 +164,7 @@ def _execute(
         _close(loop)
         return started
     state, resumed_at, wall_s = started
-    run_dir = source or new_run_dir(config, ranks)
+    run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
     with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
         try:
             keeper = _Keeper(config, run_dir, ranks, _segments(loop, run_dir, source, resumed_at), resumed_at or None)

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from torchpod import checkpoint
 from torchpod.anakin import RunState
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import ConfigError, TrainConfig, from_dict
-from torchpod.distributed import Ranks
+from torchpod.distributed import RankError, Ranks
 from torchpod.metrics import METRICS_FILE
 from torchpod.replay.segments import Segments
 
@@ -119,16 +120,34 @@ def new_run_dir(config: TrainConfig, ranks: Ranks) -> Path:
     """Creates the run folder; the same on every rank.
 
     Raises:
-      ConfigError: if it cannot be created, or if this rank, on another host, does not see it.
+      ConfigError: if it cannot be created.
+      RankError: see `seen_by_all`.
     """
-    made = _create_run_dir(config) if ranks.rank == 0 else None
-    path, whole = ranks.same(made and (made, made.absolute()))
-    if not whole.is_dir():
-        raise ConfigError(
-            f"rank {ranks.rank} on {platform.node()} sees no folder {whole}, which rank 0 made: start on all hosts in "
-            "a folder that they share, or name one with run_dir."
-        )
-    return path if path.absolute() == whole else whole  # on another host it may be started elsewhere
+    return seen_by_all(_create_run_dir(config) if ranks.rank == 0 else None, ranks)
+
+
+def seen_by_all(path: Path | None, ranks: Ranks) -> Path:
+    """Rank 0's `path`, as this rank reaches it.
+
+    Raises:
+      RankError: if this rank, on another host, does not see it: a folder there may have the same name.
+    """
+    mark = None if path is None else path.absolute() / f".rank-0-{uuid.uuid4().hex}"
+    if mark is not None and ranks.rank == 0 and ranks.world_size > 1:
+        with checkpoint.writing(mark.parent):
+            mark.touch()
+    relative, mark = ranks.same((path, mark))
+    try:
+        if ranks.world_size > 1 and not mark.exists():
+            raise RankError(
+                f"rank {ranks.rank} on {platform.node()} does not see the run folder of rank 0, {mark.parent}: start "
+                "on all hosts in a folder that they share, or name one with run_dir"
+            )
+        ranks.barrier()
+    finally:
+        if ranks.rank == 0:
+            mark.unlink(missing_ok=True)
+    return relative if relative.absolute() == mark.parent else mark.parent
 
 
 def _create_run_dir(config: TrainConfig) -> Path:

@@ -17,7 +17,7 @@ from torchpod import random
 from torchpod.actions import lead_of
 from torchpod.envs.arguments import at_least
 from torchpod.envs.host.gymnasium import action_of, grouped_timestep, host_timestep, spec_of, to_tensors
-from torchpod.specs import HOST, Array, EnvSpec
+from torchpod.specs import HOST, Array, Box, EnvSpec, MultiDiscrete
 from torchpod.types import TimeStep, Tree
 
 _RESERVED = {
@@ -47,7 +47,7 @@ class EnvPool:
 
     Float actions are clipped to their bounds, which EnvPool does not check; where bounds differ from entry to entry,
     the spec says [-1, 1] and actions are scaled. Actions of several integers are numbered and become one Discrete,
-    unless there are more than 10,000 or an `action_mask` has a row for each: then they are a MultiDiscrete.
+    unless there are more than 10,000 combinations or an `action_mask` has a row for each, which makes a MultiDiscrete.
 
     The players of a game are a group, `player`. In games of turns (chess, Go, poker) each observes the board from its
     own side, and who waits has an `action_mask` that leaves the first action alone, which nobody looks at.
@@ -86,8 +86,12 @@ class EnvPool:
         )
         self._choices_apart = mask is not None and _one_row_per_choice(mask, action_space)
         action, self._to_native = action_of(action_space, f"{task}: action_space", apart=self._choices_apart)
-        if mask is not None:
-            observation["action_mask"] = Array((math.prod(mask),), torch.bool)
+        if mask is not None and not isinstance(action, Box):
+            choices = sum(action.nvec) if isinstance(action, MultiDiscrete) else action.num_values
+            if math.prod(mask) != choices:
+                wrong = f"action_mask is {list(mask)}, which does not fit {action}"
+                raise ValueError(f"{task}: {wrong}; choose another environment.")
+            observation["action_mask"] = Array((choices,), torch.bool)
         limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
         self.spec = EnvSpec(task, observation, action, limit, truncates_early=True)
         self._players: _Players | None = None

@@ -315,7 +315,7 @@ def action_of(
     if space.dtype is not None and space.dtype.kind != "f":
         shape, counts = space.shape, [int(b) - int(a) + 1 for a, b in zip(low.flat, high.flat, strict=True)]
         if max(counts) > _MAX_JOINT:
-            raise ValueError(f"{where} is {space}, an integer of more than {_MAX_JOINT} values; use a Box of floats.")
+            raise ValueError(f"{where} is {space}, an integer of more than {_MAX_JOINT} values; choose another space.")
         if apart or math.prod(counts) > _MAX_JOINT:
             return MultiDiscrete(tuple(counts)), lambda action: (action.reshape(-1, *shape) + low).astype(space.dtype)
         return Discrete(math.prod(counts)), lambda action: (

@@ -1,13 +1,15 @@
 import json
 import os
+import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from torchpod import bench, run_folder
-from torchpod.bench import anakin, harness, targets
+from torchpod.bench import anakin, harness, population, report, targets
 from torchpod.bench.anakin import Case
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
 from torchpod.bench.targets import Target
@@ -135,6 +137,37 @@ def test_a_missed_target_fails_the_bench_with_what_bounds_it(tmp_path, fake, mon
     ]
     known |= {"ppo_cartpole/64": Target(ratio=1.4), "compile_warm_ppo_cartpole/64": Target(ratio=1.1)}
     assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "row", "told"),
+    [
+        (Target(ratio=2.0), {"ratio": 2.0, "value": 9.0, "unit": "env_steps/s"}, (">= 2 x", "met")),
+        (Target(ratio=2.0), {"ratio": 1.9, "value": 9.0, "unit": "env_steps/s"}, (">= 2 x", "missed")),
+        (Target(ratio=3.0), {"ratio": 3.1, "value": 9.0, "unit": "s"}, ("<= 3 x", "missed")),
+        (Target(ratio=3.0), {"ratio": None, "value": 9.0, "unit": "s"}, ("<= 3 x", "not measured")),
+        (Target(seconds=5.0), {"ratio": None, "value": 4.0, "unit": "s"}, ("<= 5 s", "met")),
+        (Target(seconds=5.0), {"ratio": None, "value": 5.1, "unit": "s"}, ("<= 5 s", "missed")),
+    ],
+)
+def test_targets_in_words(target, row, told):
+    assert targets.outcome(target, row) == told
+
+
+def test_targets_are_those_of_rows_that_there_are():
+    rows = {"anakin": {case.name for case in anakin.CASES}}
+    rows["population"] = {f"{population.WORK}/{members}x{num_envs}" for members, num_envs in population.CASES}
+    for suite, known in targets.TARGETS.items():
+        assert {re.sub("^compile_(cold|warm)_", "", name) for name in known} <= rows[suite]
+        assert all((target.ratio is None) != (target.seconds is None) for target in known.values())
+
+
+def test_a_row_that_was_better_fails_the_bench_unless_it_is_written_elsewhere(monkeypatch, capsys):
+    suite = types.SimpleNamespace(main=lambda json_path, *, quick: 0)
+    monkeypatch.setitem(sys.modules, "torchpod.bench.population", suite)
+    monkeypatch.setattr(report, "regressed", lambda name: [f"{name}: slower."])
+    assert bench.main(["population"]) == 1 and "torchpod bench: population: slower." in capsys.readouterr().err
+    assert bench.main(["population", "--json", "x.json"]) == bench.main(["population", "--quick"]) == 0
 
 
 def test_a_row_holds_seconds_load_and_return_of_every_round(tmp_path, fake):

@@ -120,6 +120,10 @@ def test_a_suite_is_compared_with_its_last_run_on_such_a_machine(tmp_path):
     for i, run in enumerate(runs):
         (tmp_path / f"{i}.json").write_text(json.dumps(run))
     assert report.regressed("envs", tmp_path) == []
+    without = document("2030-01-04T00:00:00", "ddd", None)  # says nothing of the ratio
+    (tmp_path / "3.json").write_text(json.dumps(without))
+    assert report.regressed("anakin", tmp_path) == []
+    (tmp_path / "3.json").unlink()
     assert report.regressed("anakin", tmp_path) == ["ppo_cartpole/1024: the ratio went from 1.00 to 0.80 since aaa."]
 
 

@@ -56,6 +56,34 @@ def test_every_side_is_compared_at_its_better_number_of_threads(tmp_path, monkey
         assert rows[f"cpu_x_{side}/4"]["value"] == 1.0 / harness.hardware()["cores"]
 
 
+def test_threads_are_chosen_in_halves_and_a_side_that_fails_once_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {})
+    turns = []
+
+    def interleave(workers, arguments, **_):
+        (worker,), (words,) = workers, arguments
+        threads, pool, seed, mode = (
+            words[words.index(f"--{x}") + 1] for x in ("threads", "pool-threads", "seed", "mode")
+        )
+        turns.append((mode, worker.name, (int(threads), int(pool)), int(seed)))
+        if fails == (worker.name, int(seed)):
+            return {worker.name: harness.WorkerError("gone")}
+        rate = {"1": 5.0, "2": 7.0}[threads] + {"1": 1.0, "2": 0.0}[pool] + 0.01 * int(seed)
+        return {worker.name: [{"env_steps": [rate], "wall_s": [1.0], "cpu_s": [1.0], "threads": {}, "versions": {}}]}
+
+    monkeypatch.setattr(harness, "interleave", interleave)
+    for fails in (None, ("plain", 1)):
+        turns.clear()
+        sides = sebulba.run_mode(Case("X-v0", 4, 1), "policy", ("ours",), ("plain",), 3, 1, tmp_path)
+        assert [at for _, side, at, seed in turns if side == "sync" and seed == 1] == [(2, 1), (2, 2)]
+        assert [at for _, side, at, seed in turns if side == "sync" and seed == 2] == [(2, 1)]
+        assert {at for _, side, at, _ in turns if side == "2_pools"} == {(1, 1), (2, 1)}
+        assert isinstance(best := sides["sync"], list)
+        assert [harness.rates(m) for m in best] == [[8.0], [8.01], [8.02]]
+        assert [side for _, side, *_ in turns[:5]] == ["sync", *sebulba.LAYOUTS, "plain"]  # side by side
+        assert isinstance(sides["plain"], list if fails is None else harness.WorkerError)
+
+
 def test_goals_are_those_of_the_best_layout(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "calibrate", lambda core: {})
     monkeypatch.setattr(sebulba, "GOALS", {"x": 6.5})

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,8 +23,9 @@ from tests.zygote import wait_until
 from torchpod import checkpoint, metrics
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import load
-from torchpod.distributed import Ranks, SplitError
+from torchpod.distributed import RankError, Ranks, SplitError
 from torchpod.run import execute
+from torchpod.run_folder import seen_by_all
 from torchpod.stop import OverdueError, StopFlag
 
 ENV_FILE = Path(__file__).parents[1] / "user_env.py"
@@ -63,7 +65,11 @@ def as_hosts(*folders: Path, command: tuple[str, ...]) -> list[subprocess.Comple
     launcher = [sys.executable, "-m", "torch.distributed.run", *meet, f"--rdzv-endpoint=127.0.0.1:{port}"]
     options: dict[str, Any] = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen([*launcher, *command], cwd=folder, **options) for folder in folders]
-    said = [process.communicate(timeout=300) for process in running]
+    try:
+        said = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
     return [subprocess.CompletedProcess(p.args, p.returncode, *text) for p, text in zip(running, said, strict=True)]
 
 
@@ -144,7 +150,7 @@ def assert_learned_the_same(case: str, one: dict[str, Any], two: list[dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "num_ranks"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 1)], ids="{}x{}".format
+    ("num_hosts", "num_ranks"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 1)], ids=["1x2", "1x4", "2x1"]
 )
 def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts: int, num_ranks: int, tmp_path: Path):
     """In Sebulba, with lag 1; every rank has its share of the environments, and one actor."""
@@ -157,6 +163,7 @@ def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts
         started = as_hosts(*[tmp_path] * num_hosts, command=command)
     assert all(result.returncode == 0 for result in started), [result.stderr for result in started]
     assert len([*checkpoint.latest(tmp_path / "run").glob("state-*.pt")]) == num_hosts * num_ranks
+    assert not [*(tmp_path / "run").glob(".rank*")]
     execute(load([*overrides, f"run_dir={tmp_path / 'one'}"]))
     one, many = (checkpoint.load_weights(checkpoint.latest(tmp_path / name)) for name in ("one", "run"))
     unlike = {name: (x - many[name]).abs().max().item() for name, x in one.items() if x.isfinite().all()}
@@ -168,15 +175,28 @@ def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts
     assert [row["env_steps"] for row in rows[0]] == [row["env_steps"] for row in rows[1]]
 
 
-def test_hosts_that_share_no_folder_are_told_so(tmp_path: Path):
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
-    results = as_hosts(*folders, command=("-m", "torchpod", "train", *SMALL, *MLP, f"total_env_steps={ITERATION}"))
-    assert all(result.returncode for result in results)
-    said = [line for result in results for line in our_lines(result.stderr) if "sees no folder" in line]
-    assert len(said) == 1 and said[0].startswith("torchpod: rank 1 stops: rank 1 on ")
-    assert said[0].endswith("start on all hosts in a folder that they share, or name one with run_dir.")
+@pytest.mark.parametrize("shared", [True, False])
+def test_hosts_must_share_the_run_folder(shared: bool, tmp_path: Path):
+    """Rank 1 has a folder of that name in any case; without a common disk it is another."""
+
+    class Other(Ranks):
+        def same(self, value: Any) -> Any:
+            mark = tmp_path / ".rank-0-abc"
+            if shared:
+                mark.touch()
+            return Path("runs/x"), mark
+
+        def barrier(self) -> None: ...
+
+    if shared:
+        assert seen_by_all(None, Other(1, 2)) == tmp_path
+        return
+    with pytest.raises(RankError, match=re.escape(f"does not see the run folder of rank 0, {tmp_path}: start on all")):
+        seen_by_all(None, Other(1, 2))
+
+
+def test_one_rank_leaves_nothing_in_its_run_folder(tmp_path: Path):
+    assert seen_by_all(tmp_path, Ranks()) == tmp_path and not [*tmp_path.iterdir()]
 
 
 def test_two_ranks_learn_the_same_from_replay_of_their_own_and_are_resumed(tmp_path: Path):

@@ -384,6 +384,18 @@ def test_masks_are_those_of_envpool_in_the_order_of_the_actions(name, seed, monk
         np.testing.assert_array_equal(mask, np.where(allowed, raw.reshape(3, -1), True))
         unequal += (raw.reshape(3, -1) != np.moveaxis(raw, 1, -1).reshape(3, -1)).any()
     assert unequal, "these masks would show no order"
+    if name != "Cleaner-v0":  # entry i of the mask is of action i
+        native = env._to_native(np.arange(env.spec.action.num_values))
+        np.testing.assert_array_equal(native, np.argwhere(np.ones(given[-1].shape[1:])))
+
+
+def test_a_mask_that_does_not_fit_the_actions_is_refused(monkeypatch):
+    from torchpod.envs.host import envpool as module
+
+    monkeypatch.setattr(module, "action_of", lambda *_, **__: (Discrete(39), None))
+    message = "Tetris-v0: action_mask is [4, 10], which does not fit Discrete(num_values=39, dtype=torch.int64); choose"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EnvPool("Tetris-v0")
 
 
 def test_unroll_steps_it_like_any_environment():
