@@ -317,6 +317,27 @@ class ByThread(collections.defaultdict):
         self[threading.current_thread().name].append(x)
 
 
+def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, monkeypatch):
+    happened = ByThread(list)
+
+    @contextlib.contextmanager
+    def record(name):
+        happened.append(name)
+        yield
+        happened.append("end")
+
+    program = Program(sebulba := make(SebulbaConfig(num_actor_threads=1, lag=0), iterations=1), sebulba.init(seed))
+    monkeypatch.setattr("torchpod.compile._PROFILE", True)
+    monkeypatch.setattr(torch.profiler, "record_function", record)
+    program.begin()
+    try:
+        program()
+    finally:
+        program.close()
+    step = ["torchpod/step", "torchpod/act", "end", "torchpod/env_step", "end", "end"]
+    assert happened["torchpod-actor-0"][: T * len(step)] == T * step
+
+
 def test_profilers_see_what_every_thread_does(seed, monkeypatch):
     happened = ByThread(list)
 

@@ -76,7 +76,7 @@ class Pool:
 
     def send(self, variables: Variables) -> None:
         """Decides, and starts the step."""
-        with span("act"):
+        with span("step" if self.env.traits.pure else "act"):
             self._decided = self.advance(variables, self.carry, *self.keys)
         if self.env.traits.pure:
             return
