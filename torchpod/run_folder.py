@@ -132,13 +132,15 @@ def seen_by_all(path: Path | None, ranks: Ranks) -> Path:
     Raises:
       RankError: if this rank, on another host, does not see it: a folder there may have the same name.
     """
+    if path is not None and ranks.world_size == 1:
+        return path
     mark = None if path is None else path.absolute() / f".rank-0-{uuid.uuid4().hex}"
-    if mark is not None and ranks.rank == 0 and ranks.world_size > 1:
+    if mark is not None and ranks.rank == 0:
         with checkpoint.writing(mark.parent):
             mark.touch()
     relative, mark = ranks.same((path, mark))
     try:
-        if ranks.world_size > 1 and not mark.exists():
+        if not mark.exists():
             raise RankError(
                 f"rank {ranks.rank} on {platform.node()} does not see the run folder of rank 0, {mark.parent}: start "
                 "on all hosts in a folder that they share, or name one with run_dir"
