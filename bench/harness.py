@@ -67,7 +67,7 @@ class Measurement(TypedDict):
     dtype: str
     device: NotRequired[str]  # cpu, if it is missing, or cuda
     tf32: NotRequired[bool]  # matrix products of float32 in TF32
-    memory_bytes: NotRequired[int]  # of a GPU, the most that was in use
+    memory_bytes: NotRequired[int]  # the most that was in use, of a GPU or, in suite replay, by the process
     gpu_busy: NotRequired[float]  # share of the time in which it does anything
     iterations: int  # within one timed call
     total_iterations: int  # warm-up and timed together; the learning rate falls over these

@@ -2,9 +2,10 @@
 
     torchpod bench replay [--json FILE] [--quick] [--only NAME]
 
-A million steps of four numbers, or 20,000 of 84 x 84 x 4 bytes. Stored are unrolls of 16 steps of 64 (16) environments;
+A million steps of four numbers or of 84 x 84 bytes, or 20,000 of 84 x 84 x 4. Stored are unrolls of 16 steps of 64 (16) environments;
 samples are 256 transitions. torchpod and NumPy hold an observation once, TorchRL twice, as its collectors write it;
-torchpod's samples are compiled and never begin at a reset. Counted are rows. Read harness.py first.
+torchpod's samples are compiled and never begin at a reset. Counted are rows. A million frames must fit into what is stated of them
+(replay_worker.py), the most that the process ever takes. Read harness.py first.
 """
 
 import os
@@ -33,7 +34,8 @@ def main(
     """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
 
     Returns:
-      0, or 1 if our side failed or the sides did unequal work. A peer that cannot run is named in its row.
+      0, or 1 if our side failed, took more memory than is stated, or the sides did unequal work. A peer that cannot run
+      is named in its row.
     """
     if quick:
         cases, rounds, repeats = cases[:1], 2, 1
@@ -51,6 +53,12 @@ def main(
             rows.append(make.rate(f"{case.name}/{peer.name}", ours, theirs, peer_name=peer.name, unit="rows/s"))
             print(describe(rows[-1]), flush=True)
             failures += harness.problems(case.name, ours, theirs, returns=False)
+        if case.memory and isinstance(ours, list):
+            taken = [m.get("memory_bytes", 0) / 1e6 for m in ours]
+            rows.append(make.alone(f"{case.name} memory", max(taken), "MB", taken))
+            print(describe(rows[-1]), flush=True)
+            if max(taken) > case.memory:
+                failures.append(f"{case.name}: {max(taken):,.0f} MB of memory, and {case.memory:,.0f} are stated.")
         calibrations.append(harness.calibrate(core))
     return harness.finish(
         "replay",

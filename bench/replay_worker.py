@@ -5,6 +5,7 @@ taskset -c 0 python -m torchpod.bench.replay_worker --case sample_vector --side 
 
 import argparse
 import json
+import resource
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,14 +34,21 @@ class Case(NamedTuple):
     num_envs: int
     unroll_length: int
     prioritised: bool = False
+    memory: float = 0.0
+    """MB that our process may take at most; 0 if that is not looked at."""
 
 
 VECTOR, IMAGE = ((4,), torch.float32, 1_000_000, 64, 16), ((84, 84, 4), torch.uint8, 20_000, 16, 16)
+FRAMES = (84, 84, 1), torch.uint8, 1_000_000, 16, 16
+FRAMES_MEMORY = 84 * 84 + 20 + 750
+"""MB: a million steps, and 750 for Python, PyTorch, the compiled program and its samples."""
 CASES = (
     Case("insert_vector", "insert", *VECTOR),
     Case("insert_image", "insert", *IMAGE),
     Case("sample_vector", "sample", *VECTOR),
     Case("sample_image", "sample", *IMAGE),
+    Case("insert_million_frames", "insert", *FRAMES, memory=FRAMES_MEMORY),
+    Case("sample_million_frames", "sample", *FRAMES, memory=FRAMES_MEMORY),
     Case("sample_prioritised", "sample", *VECTOR, prioritised=True),
     Case("priorities", "priorities", *VECTOR, prioritised=True),
 )
@@ -192,7 +200,9 @@ def main() -> None:
     work = {"mode": case.what, "num_envs": case.num_envs, "unroll_length": case.unroll_length, "batch_rows": rows}
     call = {"torchpod": torchpod, "torchrl": torchrl, "numpy": numpy}[args.side](case, args.seed)
     rates = {"seconds": args.seconds, "repeats": args.repeats, "packages": ("torch", "torchrl", "numpy")}
-    print(json.dumps(report(call, framework=args.side, work=work, rows_per_call=rows, **rates)))
+    told = report(call, framework=args.side, work=work, rows_per_call=rows, **rates)
+    memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(told | {"memory_bytes": memory_bytes}))
 
 
 if __name__ == "__main__":

@@ -23,24 +23,38 @@ print(json.dumps({
     "batch_rows": 256, "param_count": 0, "dtype": "float32", "iterations": 1, "total_iterations": 0,
     "compile_s": 1.0, "env_steps": [RATE] * repeats, "wall_s": [1.0] * repeats, "cpu_s": [1.0] * repeats,
     "env_steps_per_s": {"median": RATE, "min": RATE, "max": RATE}, "episode_return": None, "episodes": 0,
-    "threads": {}, "versions": {},
+    "threads": {}, "versions": {}, "memory_bytes": 2_000_000_000,
 }))
 """
 
 
-def test_there_is_a_row_for_each_peer_and_one_that_cannot_run_is_named(tmp_path, monkeypatch):
+@pytest.fixture
+def workers(tmp_path, monkeypatch) -> tuple[harness.Worker, ...]:
     monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
-    workers = []
+    made = []
     for name, rate in (("torchpod", 500), ("torchrl", 0), ("numpy", 250)):
         path = tmp_path / f"{name}.py"
         path.write_text(FAKE.replace("NAME", name).replace("RATE", str(rate)))
-        workers.append(harness.Worker(name, (sys.executable, "-S", str(path))))
+        made.append(harness.Worker(name, (sys.executable, "-S", str(path))))
+    return tuple(made)
+
+
+def test_there_is_a_row_for_each_peer_and_one_that_cannot_run_is_named(tmp_path, workers):
     out = tmp_path / "out.json"
     case = replay_worker.CASES[2]
-    assert replay.main(str(out), cases=[case], rounds=2, repeats=2, workers=tuple(workers)) == 0
+    assert replay.main(str(out), cases=[case], rounds=2, repeats=2, workers=workers) == 0
     torchrl, numpy = json.loads(out.read_text())["rows"]
     assert (numpy["name"], numpy["unit"], numpy["ratio"]) == ("sample_vector/numpy", "rows/s", 2.0)
     assert torchrl["ratio"] is None and "not installed" in torchrl["note"]
+
+
+@pytest.mark.parametrize("stated", [1_999, 2_001])
+def test_a_buffer_that_takes_more_memory_than_is_stated_fails(stated, tmp_path, workers, capsys):
+    out, case = tmp_path / "out.json", SMALL._replace(name="frames", memory=stated)
+    assert replay.main(str(out), cases=[case], rounds=2, repeats=2, workers=workers) == (stated < 2_000)
+    assert ("frames: 2,000 MB of memory, and 1,999 are stated." in capsys.readouterr().err) == (stated < 2_000)
+    *_, row = json.loads(out.read_text())["rows"]
+    assert (row["name"], row["value"], row["unit"]) == ("frames memory", 2_000, "MB")
 
 
 @pytest.mark.parametrize("what", ["insert", "sample", "priorities"])
