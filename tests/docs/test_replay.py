@@ -53,20 +53,22 @@ class Images(TensorEnv):
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
-    [(CartPole(), "36"), (Breakout(), "1,620"), (Images(), "28,244")],
-    ids=["cartpole", "breakout", "atari"],
+    ("env", "told", "frame_stack"),
+    [(CartPole(), "36", 1), (Breakout(), "1,620", 1), (Images(), "28,244", 1), (Images(), "7,077", 4)],
+    ids=["cartpole", "breakout", "atari", "frames"],
 )
-def test_a_step_takes_what_the_table_says(env, told):
-    buffer = ReplayBuffer(ReplayConfig(capacity=64, min_size=1), num_envs=4, unroll_length=4, length=1, sequences=False)
+def test_a_step_takes_what_the_table_says(env, told, frame_stack):
+    config = ReplayConfig(capacity=64, min_size=1, frame_stack=frame_stack)
+    buffer = ReplayBuffer(config, num_envs=4, unroll_length=4, length=1, sequences=False)
     agent, keys = DQN(env.spec, DQNConfig(hidden=(8,))), random.split(random.key(0), 4)
     carry = start(agent, env, keys)
     variables = {**dict(agent.named_parameters()), **dict(agent.named_buffers())}
     _, trajectory = unroll(make_step(agent, env), variables, carry, keys, keys, length=4)
     buffer.insert(trajectory, torch.zeros((), dtype=torch.int64), ())
     kept, seen = buffer.storage["timestep"]["observation"], trajectory.timestep.observation
-    assert kept.dtype == env.spec.observation.dtype and kept.shape == (buffer.num_slots, *seen.shape[1:])
-    assert torch.equal(kept[:4], seen[:4])  # each step once
+    each = seen.shape[-1] // frame_stack
+    assert kept.dtype == env.spec.observation.dtype and kept.shape == (buffer.num_slots, *seen.shape[1:-1], each)
+    assert torch.equal(kept[:4], seen[:4, ..., -each:])  # each step once
     sample = buffer.sample(buffer.storage, (), torch.tensor(0), torch.tensor(1.0), 8, keys[0])
     time, row = sample.leaf // 4, sample.leaf % 4
     assert sample.trajectory.timestep.observation.dtype == kept.dtype

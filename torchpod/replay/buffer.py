@@ -50,6 +50,10 @@ class ReplayConfig:
     """Keep what is stored in the host's memory, pinned, for more than fits into a GPU's."""
     folder: str | None = None
     """Keep what is stored in memory-mapped files there, for more than fits into memory; on a CPU. None: in memory."""
+    frame_stack: int = 1
+    """Frames that an observation `[..., C]` holds side by side in its last axis, the newest last. That one is kept, and
+    samples are put together again, to the same bits: an observation goes on from the one before it, or repeats one
+    frame."""
 
 
 class Priorities(NamedTuple):
@@ -110,7 +114,9 @@ class ReplayBuffer:
         unrolls = -(-config.capacity // (per_step * unroll_length))
         self.window = unrolls * unroll_length
         """Steps of each environment that are sampled from."""
-        self.num_unrolls = unrolls + slack
+        self.history = -(-(config.frame_stack - 1) // unroll_length)
+        """Unrolls before those, of which frames are still needed."""
+        self.num_unrolls = unrolls + self.history + slack
         self.num_slots = self.num_unrolls * unroll_length
         self._period = unroll_length if sequences else 1
         shortest = length + 2 + (self._period if sequences else 0)
@@ -119,6 +125,8 @@ class ReplayBuffer:
                 f"algo.replay.capacity={config.capacity} is {config.capacity // per_step} step(s) of each of "
                 f"{per_step} environments, and what is sampled takes {shortest}; use at least {per_step * shortest}."
             )
+        if config.frame_stack < 1:
+            raise ValueError(f"algo.replay.frame_stack={config.frame_stack} must be at least 1.")
         if config.folder is not None and not os.path.isdir(config.folder):
             raise ValueError(f"algo.replay.folder={config.folder} is no folder; make it, or leave it out.")
         if config.min_size > config.capacity:
@@ -133,7 +141,8 @@ class ReplayBuffer:
         """What fills the storage as soon as there is one (segments.py)."""
         self._read: Callable[[Tree], tuple[Tensor, ...]] | None = None
         self.storage: Tree = None
-        """`{"timestep", "output": [S, B, ...], "actor_state": [S / T, B, ...]}`, from the first `insert` on."""
+        """`{"timestep", "output": [S, B, ...], "actor_state": [S / T, B, ...]}`, from the first `insert` on. Of
+        frames, `timestep` has the newest as its observation, and `goes_on`: whether the stack of the next step does."""
 
     @property
     def nbytes(self) -> int:
@@ -148,12 +157,14 @@ class ReplayBuffer:
         return Priorities(sum_tree.make(num_leaves, device=device), torch.ones((), device=device))
 
     def check_memory(self, trajectory: Trajectory) -> None:
-        """Raises `ValueError` if there is not enough for all slots.
+        """Raises `ValueError` if there is not enough for all slots, or if observations are no stacks of frames.
 
         Args:
-          trajectory: as those to be stored, of any number of steps.
+          trajectory: as those to be stored, of any number of steps, the first of which begins episodes.
         """
-        self._check_memory(self._given(trajectory))
+        given = self._given(trajectory)
+        self._check_frames(trajectory, given, begins=True)
+        self._check_memory(given)
 
     def insert(self, trajectory: Trajectory, iteration: Tensor, priorities: Priorities | tuple[()]) -> None:
         """Writes the trajectory of an iteration into its place.
@@ -162,9 +173,13 @@ class ReplayBuffer:
           trajectory: `timestep [T + 1, B, ...]`, `output [T, B, ...]`.
           iteration: int64 scalar, or `[P]` of equal numbers.
           priorities: written in place.
+
+        Raises:
+          ValueError: at the first call, if there is not enough memory, or if observations are no stacks of frames.
         """
         given = self._given(trajectory)
         if self._read is None:
+            self._check_frames(trajectory, given, begins=False)
             self.storage, self._read = self._allocate(given), reader(given)
             if self.restore:
                 self.restore(self.storage)
@@ -253,6 +268,15 @@ class ReplayBuffer:
             return pytree.tree_map(lambda x: x.flatten(0, 1)[index], tree)
 
         timestep, output = rows(storage["timestep"], index), rows(storage["output"], index[:-1])
+        if self.config.frame_stack > 1:
+            goes_on = storage["timestep"]["goes_on"].flatten()
+            sources, going = [(first + steps) % self.num_slots], timestep.pop("goes_on") | True
+            for _ in range(self.config.frame_stack - 1):
+                before = (sources[0] - 1) % self.num_slots
+                going = going & goes_on[before * self.num_envs + env]
+                sources.insert(0, torch.where(going, before, sources[0]))
+            frames = storage["timestep"]["observation"].flatten(0, 1)[torch.stack(sources) * self.num_envs + env]
+            timestep["observation"] = frames.movedim(0, -2).flatten(-2)
         begun = first // self.unroll_length * self.num_envs + env
         return Trajectory(
             TimeStep(**timestep, extras={}), ActorOutput(**output), rows(storage["actor_state"], begun), ()
@@ -281,9 +305,44 @@ class ReplayBuffer:
         """What there is to store of a trajectory; of the timesteps the last one too many."""
         t, out = trajectory.timestep, trajectory.output
         steps = {name: x for name, x in t._asdict().items() if name != "extras"}
+        if self.config.frame_stack > 1:
+            steps |= self._frames(t.observation)
         begun = trajectory.actor_state if self.sequences else ()
         begun = pytree.tree_map(lambda x: x.unsqueeze(self.axis), begun)
         return {"timestep": steps, "output": {"action": out.action, "extras": out.extras}, "actor_state": begun}
+
+    def _frames(self, observation: Tree) -> dict[str, Tensor]:
+        """The newest frames, and whether the steps after them go on from there."""
+        count = self.config.frame_stack
+        if not isinstance(observation, Tensor) or observation.shape[-1] % count or observation.dim() < self.axis + 3:
+            found = pytree.tree_map(lambda x: list(x.shape[self.axis + 2 :]), observation)
+            raise ValueError(
+                f"algo.replay.frame_stack={count} takes one observation whose last axis holds {count} frames, and this "
+                f"one is {found}; set it to the environment's own, or to 1."
+            )
+        each, num = observation.shape[-1] // count, observation.shape[self.axis] - 1
+        older, newer = observation[..., :-each], observation[..., each:]
+        same = older.narrow(self.axis, 1, num) == newer.narrow(self.axis, 0, num)
+        return {"observation": observation[..., -each:], "goes_on": same.flatten(self.axis + 2).all(-1)}
+
+    def _check_frames(self, trajectory: Trajectory, given: dict[str, Tree], *, begins: bool) -> None:
+        """Raises `ValueError` for observations that could not be put together again; the first only if it `begins`."""
+        count = self.config.frame_stack
+        if count == 1:
+            return
+        observation, steps = trajectory.timestep.observation, given["timestep"]
+        assert isinstance(observation, Tensor) and isinstance(steps, dict)
+        repeated = steps["observation"].repeat(*[1] * (observation.dim() - 1), count)
+        fine = (observation == repeated).flatten(self.axis + 2).all(-1)
+        fine.narrow(self.axis, 1, fine.shape[self.axis] - 1).logical_or_(steps["goes_on"])
+        if not begins:
+            fine.narrow(self.axis, 0, 1).fill_(True)
+        if not fine.all():
+            *_, step, env = (~fine).nonzero()[0].tolist()
+            raise ValueError(
+                f"algo.replay.frame_stack={count}: the observation of environment {env} in step {step} is no stack of "
+                f"{count} frames that goes on from the one before or repeats one frame; set it to 1."
+            )
 
     def _write(self, to: Tensor, x: Tensor, unroll: int | Tensor) -> None:
         """The slots of an unroll."""

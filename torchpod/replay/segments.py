@@ -38,7 +38,7 @@ class Segments:
 
     def save(self, iteration: int) -> bytes:
         """Writes what was stored before an iteration and is in no file yet. Returns what the checkpoint keeps."""
-        window = self._buffer.window // self._buffer.unroll_length
+        window = self._buffer.window // self._buffer.unroll_length + self._buffer.history
         oldest = max(0, iteration - window)
         piece = max(1, window // _PIECES)
         begin = max(self._saved, oldest)
@@ -104,6 +104,8 @@ class Segments:
             if broken and iteration > 0:
                 last = (iteration * self._buffer.unroll_length - 1) % self._buffer.num_slots
                 storage["timestep"]["step_type"].narrow(self._buffer.axis, last, 1).fill_(LAST)
+                if "goes_on" in storage["timestep"]:
+                    storage["timestep"]["goes_on"].narrow(self._buffer.axis, last, 1).fill_(False)
 
         self._buffer.restore = fill
 
