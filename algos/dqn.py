@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpod import random
+from torchpod.actions import any_allowed
 from torchpod.agent import Agent, Bound
 from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.exploration import falling
@@ -132,14 +133,7 @@ class DQN(Agent):
         last = self.epsilon ** (1.0 + self.config.epsilon_spread * own)
         words = random.bits(keys, 2)
         is_random = random.to_uniform(words[..., 0]) < falling(last, self.remaining, self.exploration_fraction)
-        return torch.where(is_random, self._random(observation, words[..., 1]), action)
-
-    def _random(self, observation: Tree, word: Tensor) -> Tensor:
-        """Any action that is allowed."""
-        if not (isinstance(observation, dict) and "action_mask" in observation):
-            return random.to_integer(word, self.num_actions)
-        upto = observation["action_mask"].cumsum(-1)
-        return (upto <= random.to_integer(word, upto[..., -1]).unsqueeze(-1)).sum(-1)
+        return torch.where(is_random, any_allowed(self.num_actions, observation, words[..., 1]), action)
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """One row per window of n steps: where it begins, what it earns, and where it ends."""

@@ -45,7 +45,8 @@ class SACConfig:
     initial_alpha: float = 1.0
     """It stays so where the learning rate of `temperature` is 0."""
     target_entropy: float | None = None
-    """In nats. None: -A for actions `[A]`; 0.98 of the largest, log A, for A discrete ones."""
+    """In nats. None: -A for actions `[A]`; 0.98 of the largest, log A, for A discrete ones, of which those count that
+    an action mask allows."""
     target_rate: float = 0.005
 
 
@@ -128,6 +129,10 @@ class SAC(Agent):
         action, log_prob = self.sample(observation, steps[f"{side}noise"])
         return critics("values", observation, action).amin(0), -log_prob
 
+    def target_of(self, observation: Tree) -> Tensor:
+        """The entropy that the temperature aims at: a scalar, or `[R]`."""
+        return self.target_entropy
+
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """See `transitions`; and the noise that makes an action of each observation.
 
@@ -153,7 +158,7 @@ class SAC(Agent):
         losses = {
             "policy": -(policy_value + alpha * entropy),
             "value": 0.5 * td.square().sum(0),
-            "temperature": alpha * (entropy - self.target_entropy),
+            "temperature": alpha * (entropy - self.target_of(b["observation"])),
         }
         metrics = {
             "action_value": value.mean(0),
@@ -204,6 +209,15 @@ class DiscreteSAC(SAC):
         logits = self.logits(observation)
         values = critics("all_values", observation).amin(0)
         return (logits.softmax(-1) * values).sum(-1), categorical_entropy(logits)
+
+    def target_of(self, observation: Tree) -> Tensor:
+        """With a mask and no target of one's own the same share of the largest entropy there is."""
+        if self.config.target_entropy is not None or not (
+            isinstance(observation, dict) and "action_mask" in observation
+        ):
+            return self.target_entropy
+        largest = observation["action_mask"].sum(-1).clamp(min=1).to(self.target_entropy.dtype).log()
+        return self.target_entropy * largest / math.log(max(self.num_actions, 2))
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """See `transitions`."""

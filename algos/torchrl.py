@@ -91,6 +91,7 @@ class _Builder:
         self.is_central = shapes.pop(_STATE_KEY, None) is not None
         self.is_masked = shapes.pop(_MASK_KEY, None) is not None
         self.shapes = shapes
+        self._mask = (_MASK_KEY,) if self.is_masked else ()
 
     @property
     def num_actions(self) -> int:
@@ -134,7 +135,7 @@ class _Builder:
 
         logits = _Logits(self.net(sum(sizes) or self.num_actions), self.is_masked, sizes)
         return ProbabilisticActor(
-            self.module(logits, to=["logits"], extra=(_MASK_KEY,) if self.is_masked else ()),
+            self.module(logits, to=["logits"], extra=self._mask),
             in_keys=["logits"],
             distribution_class=Choices if sizes else torch.distributions.Categorical,
             return_log_prob=True,
@@ -199,15 +200,17 @@ class _Builder:
         from torchrl.data import Categorical
         from torchrl.modules import QValueActor
 
-        return QValueActor(self.net(self.num_actions), in_keys=[*self.shapes], spec=Categorical(self.num_actions))
+        net = _Logits(self.net(self.num_actions), self.is_masked, ())
+        return QValueActor(net, in_keys=[*self.shapes, *self._mask], spec=Categorical(self.num_actions))
 
     def distributional_actor(self, num_atoms: int = 51, low: float = -10.0, high: float = 10.0) -> Any:
         from torchrl.data import OneHot
         from torchrl.modules import DistributionalQValueActor
 
-        net = nn.Sequential(self.net(num_atoms * self.num_actions), _Atoms(num_atoms))
+        net = _Atoms(self.net(num_atoms * self.num_actions), self.is_masked, num_atoms)
         support = torch.linspace(low, high, num_atoms)
-        return DistributionalQValueActor(net, in_keys=[*self.shapes], support=support, spec=OneHot(self.num_actions))
+        keys, spec = [*self.shapes, *self._mask], OneHot(self.num_actions)
+        return DistributionalQValueActor(net, in_keys=keys, support=support, spec=spec)
 
 
 _STATE_KEY, _MASK_KEY = ("observation", STATE), ("observation", MASK)
@@ -280,14 +283,20 @@ class _Within(nn.Module):
 
 
 class _Atoms(nn.Module):
-    """Log-probabilities `[..., atoms, A]`, as TorchRL wants them."""
+    """Log-probabilities `[..., atoms, A]`, as TorchRL wants them; what a mask forbids is worth the lowest atom."""
 
-    def __init__(self, num_atoms: int) -> None:
+    def __init__(self, net: nn.Module, is_masked: bool, num_atoms: int) -> None:
         super().__init__()
-        self.num_atoms = num_atoms
+        self.net, self.is_masked, self.num_atoms = net, is_masked, num_atoms
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_atoms, -1)).log_softmax(-2)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        *observation, mask = inputs if self.is_masked else (*inputs, None)
+        logits = self.net(*observation).unflatten(-1, (self.num_atoms, -1))
+        if mask is None:
+            return logits.log_softmax(-2)
+        is_lowest = torch.arange(self.num_atoms, device=logits.device) == 0
+        certain = torch.where(is_lowest, 0.0, torch.finfo(logits.dtype).min).unsqueeze(-1)
+        return torch.where(mask.unsqueeze(-2), logits.log_softmax(-2), certain)
 
 
 Maker = Callable[[_Builder, Callable[..., Any]], Parts]
@@ -323,6 +332,11 @@ def _quantiles(b: _Builder, loss: Callable[..., Any]) -> Parts:
 
 
 def _soft_discrete(b: _Builder, loss: Callable[..., Any]) -> Parts:
+    if b.is_masked and "target_entropy" not in b.config.arguments:
+        raise ValueError(
+            f"DiscreteSACLoss aims at an entropy of all {b.num_actions} actions, and {b.spec.name} has an action_mask; "
+            "set +algo.agent.arguments.target_entropy=NUMBER that can be reached, or use algo=sac."
+        )
     actor, values = b.categorical(), b.action_values("action_value")
     return Parts(actor, loss(actor, values, action_space="categorical", num_actions=b.num_actions))
 

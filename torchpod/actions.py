@@ -1,4 +1,4 @@
-"""Random actions for a spec: what tests, pictures and benchmarks play with; and masks that leave none."""
+"""Random actions, with which agents explore and tests, pictures and benchmarks play; and masks that leave none."""
 
 import math
 
@@ -28,6 +28,15 @@ def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
         )
         for i, group in enumerate(spec.groups)
     }
+
+
+def any_allowed(num_actions: int, observation: Tree, words: Tensor) -> Tensor:
+    """One of the discrete actions `[...]` that the observation's action mask allows, if it has one, by random words."""
+    mask = _mask_of(observation)
+    if mask is None:
+        return random.to_integer(words, num_actions)
+    upto = mask.cumsum(-1)
+    return (upto <= random.to_integer(words, upto[..., -1]).unsqueeze(-1)).sum(-1)
 
 
 def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:

@@ -69,6 +69,9 @@ _RANGES = {
     "beta": (0.0, 1.0),
     "exploration_fraction": (0.0, 1.0),
     "target_rate": (0.0, 1.0),
+    "target_interval": (1, float("inf")),
+    "target_noise_clip": (0.0, float("inf")),
+    "num_quantiles": (1, float("inf")),
 }
 """Of hyperparameters, whether of the learner, of an agent or of members of a population."""
 
@@ -197,7 +200,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     """
     overrides = [item for each in overrides for item in _expanded(each)]
     custom = {_key(item): item for item in overrides if _names_file(item)}
-    plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in _with_loop(overrides)]
+    plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in _with_groups(overrides)]
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
@@ -354,17 +357,21 @@ def _register() -> None:
     store.store(group="env", name="custom", node={"name": "custom"})
 
 
-def _with_loop(overrides: Sequence[str]) -> list[str]:
-    """With the loop of the run that is resumed, so that its settings are known."""
+def _with_groups(overrides: Sequence[str]) -> list[str]:
+    """With loop, agent and environment of the run that is resumed, so that their settings are known."""
     given = {_key(item): item.partition("=")[2] for item in overrides}
     path = Path(given.get("resume", ""), "config.yaml")
-    if "resume" not in given or "loop" in given or "experiment" in given or not path.is_file():
+    if "resume" not in given or "experiment" in given or not path.is_file():
         return list(overrides)
     try:
-        name = yaml.safe_load(path.read_text())["loop"]["name"]
+        settings = yaml.safe_load(path.read_text())
+        names = {group: settings[group]["name"] for group in ("loop", "algo", "env")}
+        if names["algo"] == "torchrl" and "algo" not in given:
+            names["loss"] = settings["algo"]["agent"]["loss"]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return list(overrides)  # it is refused later, with the reason
-    return [f"loop={name}", *overrides] if name in choices("loop") else list(overrides)
+    mine = [f"{group}={name}" for group, name in names.items() if group not in given and name in choices(group)]
+    return mine + list(overrides)
 
 
 def _expanded(override: str) -> list[str]:

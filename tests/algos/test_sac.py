@@ -222,6 +222,21 @@ def test_a_mask_forbids_actions_and_leaves_gradients_finite(seed):
         assert allowed[0].gather(-1, action[:, None]).all() and action.unique().numel() > 1
 
 
+def test_under_a_mask_the_temperature_aims_at_an_entropy_that_can_be_reached(seed):
+    """0.98 of the largest, of what is allowed; a target of one's own stays as it is."""
+    mask = torch.tensor([[True, True, True], [True, False, True], [False, True, False]])
+    observation = {"x": torch.zeros(3, 5), "action_mask": mask}
+    target = sac_agent(MASKED).target_of(observation)
+    torch.testing.assert_close(target, 0.98 * torch.tensor([3.0, 2.0, 1.0]).log())
+    assert sac_agent(MASKED, SACConfig(target_entropy=0.3)).target_of(observation) == 0.3
+    agent, params, buffers, targets = make(MASKED, seed)
+    batch = to_batch(minibatch(seed, True))
+    one = torch.arange(3) == 1
+    for name in ("observation", "next_observation"):
+        batch.steps[name] = {"x": batch.steps[name], "action_mask": one.expand(ROWS, 3)}
+    assert gradients(agent, params, buffers, targets, batch, "temperature")["log_alpha"].abs() < 1e-6
+
+
 def test_the_actions_choose_the_agent_and_wrong_ones_are_refused():
     assert type(sac_agent(CONTINUOUS)) is SAC and type(sac_agent(DISCRETE)) is DiscreteSAC
     with pytest.raises(ValueError, match="SAC needs a Box action with bounds, and free has"):

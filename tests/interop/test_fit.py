@@ -143,7 +143,7 @@ UNFIT = {
     "no target network": lambda: (
         q_actor(),
         lambda actor: DQNLoss(actor, delay_value=False),
-        "DQNLoss has no target network; make it with delay_value=True",
+        "DQNLoss has no target network of values; make it with delay_value=True",
     ),
     "dropout": lambda: (
         categorical(module=TensorDictModule(nn.Sequential(nn.Dropout(), Sums(2)), ["observation"], ["logits"])),
@@ -227,6 +227,14 @@ def test_an_actor_of_other_actions_is_refused_where_actions_are_numbers(make, to
 def test_a_loss_for_other_actions_is_refused(name, env, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         torchrl_agent(env.spec, TorchRLConfig(name, hidden=(8,)))
+
+
+@pytest.mark.parametrize(("name", "delay"), [("DDPGLoss", "value"), ("TD3Loss", "qvalue"), ("SACLoss", "qvalue")])
+def test_a_target_of_the_actor_alone_is_none_of_values(name, delay):
+    config = TorchRLConfig(name, hidden=(8,), arguments={f"delay_{delay}": False, "delay_actor": True})
+    told = f"{name} has no target network of values; make it with delay_{delay}=True."
+    with pytest.raises(ValueError, match=re.escape(told)):
+        torchrl_agent(Pendulum().spec, config)
 
 
 def test_an_unknown_argument_of_the_loss_is_refused():

@@ -29,6 +29,7 @@ from torchrl.modules.value_norm import ValueNorm
 from torchrl.objectives import KLPENPPOLoss, LossModule
 
 from torchpod import random
+from torchpod.actions import any_allowed
 from torchpod.agent import Agent, Bound
 from torchpod.interop.fit import Fit
 from torchpod.interop.keyed import Keyed, NothingElseDraws
@@ -132,9 +133,11 @@ class LossAgent(Agent):
         self._check_gradient(example)
         log_prob = getattr(self._keys, "sample_log_prob", None)
         self.max_lag = None if not self._on_policy else int(log_prob in self._extras)
-        delays = [name for name in inspect.signature(type(loss).__init__).parameters if name.startswith("delay_")]
-        if not self._on_policy and delays and not self._pure.delayed:
-            raise ValueError(f"{self._name} has no target network; make it with {' or '.join(delays)}=True.")
+        names = inspect.signature(type(loss).__init__).parameters
+        nets = [name for name, net in loss.__dict__.items() if isinstance(net, TensorDictModuleBase)]
+        delays = [name for name in names if name.endswith("value") and f"{name.removeprefix('delay_')}_network" in nets]
+        if not self._on_policy and delays and not any("value" in name for name in self._pure.delayed):
+            raise ValueError(f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True.")
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
         action = self._spec.action
@@ -188,10 +191,10 @@ class LossAgent(Agent):
         self.hyperparameter("gae_lambda", gae_lambda)
 
     def _example(self, actor: TensorDictModuleBase, loss: LossModule) -> TensorDict:
-        """Rows as the loss will get them, all zeros; what they say about the actor is kept."""
+        """Rows as the loss will get them, of zeros and True; what they say about the actor is kept."""
         rows = _EXAMPLE_ROWS
         zeros = pytree.tree_map(
-            lambda s: torch.zeros(rows, *s.shape, dtype=s.dtype),
+            lambda s: torch.full((rows, *s.shape), s.dtype == torch.bool, dtype=s.dtype),  # a mask allows everything
             self._spec.observation,
             is_leaf=lambda s: hasattr(s, "dtype"),
         )
@@ -310,15 +313,16 @@ class LossAgent(Agent):
         if self._one_hot is not None:
             action = action.to(torch.int64).argmax(-1)
         if explore and self._explores:
-            action = self._explored(action, random.fold_in(keys, 1))
+            action = self._explored(action, timestep.observation, random.fold_in(keys, 1))
         return ActorOutput(action, {name: out.get(name) for name in self._extras}), ()
 
-    def _explored(self, action: Tensor, keys: Tensor) -> Tensor:
-        """Epsilon-greedy, or Gaussian noise within the bounds."""
+    def _explored(self, action: Tensor, observation: Tree, keys: Tensor) -> Tensor:
+        """Epsilon-greedy among what is allowed, or Gaussian noise within the bounds."""
         if isinstance(self._spec.action, Discrete):
             words, share = random.bits(keys, 2), falling(self.epsilon, self.remaining, self.exploration_fraction)
             is_random = random.to_uniform(words[..., 0]) < share
-            return torch.where(is_random, random.to_integer(words[..., 1], self._spec.action.num_values), action)
+            drawn = any_allowed(self._spec.action.num_values, observation, words[..., 1])
+            return torch.where(is_random, drawn, action)
         box = cast(Box, self._spec.action)
         half = (box.high - box.low) / 2
         drawn = random.normal(keys, math.prod(box.shape)).reshape(action.shape)
