@@ -126,9 +126,10 @@ def test_what_lies_elsewhere_in_memory_is_copied_into_a_trajectory(seed, make):
     for held in (steps.clone(), steps.contiguous(), steps.clone(recurse=False)):
         assert_equal(to_trajectory([held], *trajectory[2:]), trajectory)
     last = steps.clone(recurse=False)
-    last["next", "step_type"] = steps["step_type"]  # the same memory, and not one step behind
-    want = torch.cat([trajectory.timestep.step_type[:-1], trajectory.timestep.step_type[T - 1 : T]])
-    assert torch.equal(to_trajectory([last]).timestep.step_type, want)
+    last["next", "game_over"] = steps["game_over"]  # the same memory, and not one step behind
+    game_over = trajectory.timestep.extras["game_over"]
+    want = torch.cat([game_over[:-1], game_over[T - 1 : T]])
+    assert torch.equal(to_trajectory([last]).timestep.extras["game_over"], want)
     short = to_tensordict(part(trajectory, slice(1, 4)))  # some of the environments
     assert_equal(to_trajectory([short], *(s[1:4] for s in trajectory[2:])), part(trajectory, slice(1, 4)))
 
@@ -142,19 +143,85 @@ def test_a_name_that_is_taken_is_refused(seed):
             to_tensordict(trajectory._replace(output=output))
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda steps: steps.exclude("step_type"), "part 1 has no 'step_type' of shape [B, T, ...], but ['reward', "),
-        (lambda steps: steps.exclude("action"), "part 1 has no 'action' of shape [B, T, ...]"),
-        (lambda steps: steps.exclude("next"), "part 1 has no ('next', 'step_type') of shape [B, T, ...]"),
-        (
-            lambda steps: steps.set("reward", steps["discount"]),
-            "'reward' has shape [16, 64], and must have [B, T, ..., 1]",
-        ),
-    ],
-)
-def test_what_is_no_trajectory_is_refused(seed, change, told):
-    steps = to_tensordict(collect(PPO(CartPole().spec, PPOConfig(hidden=(8,))), CartPole(), seed))
+def both(steps, key, change):
+    """Changes a key now and in the next step."""
+    return steps.set(key, change(steps[key])).set(("next", key), change(steps["next", key]))
+
+
+REFUSED = {
+    "no step type": (
+        lambda first, steps: [first, steps.exclude("step_type")],
+        "part 1 has no 'step_type' of shape [B, T, ...], but ['reward', ",
+    ),
+    "no action": (lambda first, steps: [first, steps.exclude("action")], "part 1 has no 'action' of shape [B, T, ...]"),
+    "no next": (
+        lambda first, steps: [first, steps.exclude("next")],
+        "part 1 has no ('next', 'step_type') of shape [B, T, ...]",
+    ),
+    "no value in part 1": (
+        lambda first, steps: [first, steps.exclude("state_value")],
+        "part 1 has no 'state_value' of shape [B, T, ...]",
+    ),
+    "no value in part 0": (
+        lambda first, steps: [steps.exclude("state_value"), first],
+        "part 0 has no 'state_value' of shape [B, T, ...]",
+    ),
+    "next alone": (
+        lambda first, steps: [steps.set(("next", "weight"), steps["discount"])],
+        "part 0 has no 'weight' of shape [B, T, ...]",
+    ),
+    "a next observation in parts": (
+        lambda first, steps: [steps.set("next", steps["next"].set("observation", {"x": steps["observation"]}))],
+        "part 0 has no ('observation', 'x') of shape [B, T, ...]",
+    ),
+    "an observation in parts": (
+        lambda first, steps: [steps.set("observation", {"x": steps["observation"]})],
+        "part 0 has no ('next', 'observation', 'x') of shape [B, T, ...]",
+    ),
+    "reward without its axis": (
+        lambda first, steps: [first, steps.set("reward", steps["discount"])],
+        "part 1: 'reward' has shape [16, 64], and must have [B, T, ..., 1]; unsqueeze(-1) it.",
+    ),
+    "discount with an axis": (
+        lambda first, steps: [both(steps, "discount", lambda x: x[..., None])],
+        "part 0: 'discount' is torch.float32 of shape [16, 64, 1], and must be torch.float32 of shape [16, 64]; give ",
+    ),
+    "step type with an axis": (
+        lambda first, steps: [both(steps, "step_type", lambda x: x[..., None])],
+        "part 0: 'step_type' is torch.int32 of shape [16, 64, 1], and must be torch.int32 of shape [16, 64]; give ",
+    ),
+    "another observation": (
+        lambda first, steps: [first, both(steps, "observation", lambda x: x[..., :3])],
+        "part 1: 'observation' is torch.float32 of shape [16, 64, 3], and must be torch.float32 of shape [16, 64, 4]",
+    ),
+    "another next observation": (
+        lambda first, steps: [steps.set(("next", "observation"), steps["observation"][..., :3])],
+        "part 0: ('next', 'observation') is torch.float32 of shape [16, 64, 3], and must be ",
+    ),
+    "other actions": (
+        lambda first, steps: [first, steps.set("action", steps["action"] + 0.5)],
+        "part 1: 'action' is torch.float32 of shape [16, 64], and must be torch.int64 of shape [16, 64]",
+    ),
+    "fewer steps": (
+        lambda first, steps: [first, steps[:, :5]],
+        "part 1 has batch size [16, 5], and must have [B, 64]; give all parts as many steps as part 0.",
+    ),
+    "rows": (lambda first, steps: [steps.reshape(-1)], "part 0 has batch size [1024], and must have [B, T]; give all "),
+    "time first": (
+        lambda first, steps: [steps.transpose(0, 1)],
+        "part 0: ('next', 'step_type') must be 'step_type' one step later along axis 1 of [64, 16], and is not",
+    ),
+    "steps in another order": (
+        lambda first, steps: [steps[:, torch.arange(T).flip(0)]],
+        "part 0: ('next', 'step_type') must be 'step_type' one step later along axis 1 of [16, 64], and is not",
+    ),
+    "nothing": (lambda first, steps: [], "to_trajectory needs at least one TensorDict of to_tensordict, and got none."),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_trajectory_is_refused(seed, what):
+    parts, told = REFUSED[what]
+    steps = to_tensordict(collect(PPO(CartPole().spec, PPOConfig(hidden=(8,))), CartPole(max_episode_steps=7), seed))
     with pytest.raises(ValueError, match=re.escape(told)):
-        to_trajectory([steps, change(steps.clone(recurse=False))])
+        to_trajectory(parts(steps, steps.clone(recurse=False)))

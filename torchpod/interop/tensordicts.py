@@ -89,11 +89,12 @@ def to_trajectory(
       device: of the trajectory; that of the first part if None.
 
     Raises:
-      ValueError: if a part has not the keys of `to_tensordict`, or a column is not `[..., 1]`; the message names it.
+      ValueError: if there is no part, or one has not the keys, dtypes and shapes of `to_tensordict` and of part 0; if
+        `next` is not one step later, which on a GPU is not looked at, as the host would have to wait for it. That a
+        discrete action is `[B, T]` and not `[B, T, 1]` is known to the environment alone.
     """
+    _check(parts)
     trees = [part.to_dict() for part in parts]
-    for i, tree in enumerate(trees):
-        _check_keys(i, tree)
     nexts = [tree.pop("next") for tree in trees]
 
     def joined(name: str) -> Tree:
@@ -115,18 +116,71 @@ def to_trajectory(
     return Trajectory(timestep, ActorOutput(rest.pop("action"), rest), actor_state, last_actor_state)
 
 
-def _check_keys(i: int, tree: dict[str, Tree]) -> None:
-    """That part `i` is one of `to_tensordict`."""
-    following = tree.get("next", {})
-    needed = [name for name in TimeStep._fields if name != "extras"]
-    missing = [("next", name) for name in needed if name not in following]
-    missing = [name for name in (*needed, "action") if name not in tree] + missing
-    if missing:
-        found = [*(name for name in tree if name != "next"), *(("next", name) for name in following)]
-        raise ValueError(
-            f"part {i} has no {missing[0]!r} of shape [B, T, ...], but {found}; to_trajectory takes all keys that "
-            "to_tensordict makes of a trajectory, not those of TorchRL's own rollouts."
-        )
+def _check(parts: "Sequence[TensorDict]") -> None:
+    """That all parts, and their `next`, have the keys, dtypes and shapes of part 0, and that those of a trajectory."""
+    if not parts:
+        raise ValueError("to_trajectory needs at least one TensorDict of to_tensordict, and got none.")
+    fields = [name for name in TimeStep._fields if name != "extras"]
+    needed = [*((name,) for name in (*fields, "action")), *(("next", name) for name in fields)]
+    length = parts[0].batch_size[1] if parts[0].batch_dims == 2 else "T"
+    leaves = [_leaves(part) for part in parts]
+    found = [key for own in leaves for key in own]
+    now, timed = dict.fromkeys(map(_now, found)), {*fields, *(key[1] for key in found if key[0] == "next")}
+    keys = dict.fromkeys([*needed, *now, *(("next", *key) for key in now if key[0] in timed)])
+    for i, (part, own) in enumerate(zip(parts, leaves, strict=True)):
+        present = {key[:n] for key in own for n in range(1, len(key) + 1)}
+        for key in keys:
+            if key not in present:
+                raise ValueError(
+                    f"part {i} has no {_shown(key)} of shape [B, T, ...], but {list(part.keys(True, True))}; "
+                    "to_trajectory takes all keys that to_tensordict makes of a trajectory, the same in all parts, and "
+                    "not those of TorchRL's own rollouts."
+                )
+        if part.batch_dims != 2 or part.batch_size[1] != length:
+            raise ValueError(
+                f"part {i} has batch size {list(part.batch_size)}, and must have [B, {length}]; give all parts as many "
+                "steps as part 0."
+            )
+        for key, x in own.items():
+            name, *inner = _now(key)
+            if name in _COLUMNS and (x.ndim < 3 or x.shape[-1] != 1):
+                raise ValueError(
+                    f"part {i}: {_shown(key)} has shape {list(x.shape)}, and must have [B, T, ..., 1]; "
+                    "unsqueeze(-1) it."
+                )
+            like = leaves[0][(name, *inner)]
+            rest = like.shape[2:]
+            if name == "step_type":
+                rest = torch.Size()
+            elif name == "discount":
+                rest = leaves[0].get(("reward", *inner), like[..., None]).shape[2:-1]
+            if (x.dtype, x.shape[2:]) != (like.dtype, rest):
+                raise ValueError(
+                    f"part {i}: {_shown(key)} is {x.dtype} of shape {list(x.shape)}, and must be {like.dtype} of shape "
+                    f"{[*x.shape[:2], *rest]}; give all parts, and their 'next', the dtypes and shapes of "
+                    "to_tensordict."
+                )
+        step_type, following = own["step_type",], own["next", "step_type"]
+        if step_type.device.type == "cpu" and not torch.equal(step_type[:, 1:], following[:, :-1]):
+            raise ValueError(
+                f"part {i}: ('next', 'step_type') must be 'step_type' one step later along axis 1 of "
+                f"{list(part.batch_size)}, and is not; give consecutive steps, and transpose(0, 1) what is [T, B]."
+            )
+
+
+def _leaves(part: "TensorDict") -> dict[tuple[str, ...], Tensor]:
+    """What is read of a part."""
+    leaves = {(key,) if isinstance(key, str) else key: x for key, x in part.items(True, True)}
+    return {key: x for key, x in leaves.items() if _now(key)[0] not in _DERIVED}
+
+
+def _now(key: tuple[str, ...]) -> tuple[str, ...]:
+    """The key of the same thing, not of the next step."""
+    return key[1:] if key[0] == "next" else key
+
+
+def _shown(key: tuple[str, ...]) -> str:
+    return repr(key[0] if len(key) == 1 else key)
 
 
 def _map(name: str, cut: Callable[[Tensor], Tensor], value: Tree) -> Tree:
@@ -143,9 +197,6 @@ def _map(name: str, cut: Callable[[Tensor], Tensor], value: Tree) -> Tree:
 def _join(name: str, device: torch.device | None, parts: Sequence[Tensor], nexts: Sequence[Tensor] = ()) -> Tensor:
     """`[T, B, ...]` of parts `[B_k, T, ...]`, or `[T + 1, B, ...]` with the last one of the next ones."""
     if name in _COLUMNS:
-        for x in (*parts, *nexts):
-            if x.ndim < 3 or x.shape[-1] != 1:
-                raise ValueError(f"{name!r} has shape {list(x.shape)}, and must have [B, T, ..., 1]; unsqueeze(-1) it.")
         parts, nexts = [x.squeeze(-1) for x in parts], [x.squeeze(-1) for x in nexts]
     if len(parts) == 1 and device in (None, parts[0].device):
         if not nexts:
