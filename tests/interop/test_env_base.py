@@ -1,5 +1,6 @@
 """Tensor environments as TorchRL environments: TorchRL's own check, its collector, and torchpod's transitions."""
 
+import math
 import warnings
 
 import pytest
@@ -46,13 +47,14 @@ def test_a_game_of_several_agents_is_refused_in_one_sentence(name):
         to_torchrl(TENSOR[name](), 3)
 
 
+class Two(Ladder):
+    spec = EnvSpec("two", Ladder.spec.observation, MultiDiscrete((4, 2)), 3)
+
+    def transition(self, state, action, keys):
+        return super().transition(state, action[:, 1], keys)
+
+
 def test_torchrls_check_passes_with_actions_of_several_integers():
-    class Two(Ladder):
-        spec = EnvSpec("two", Ladder.spec.observation, MultiDiscrete((4, 2)), 3)
-
-        def transition(self, state, action, keys):
-            return super().transition(state, action[:, 1], keys)
-
     check_env_specs(to_torchrl(Two(), 2))
 
 
@@ -175,3 +177,35 @@ def test_wrong_things_are_named():
     start = env.reset()
     with pytest.raises(ValueError, match=r"actions of shape \[2\], and these are \[2, 1\]"):
         env.step(start.set("action", torch.tensor([[0], [1]])))
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "action", "told"),
+    [
+        (CartPole, "act", [0, 1], r"cartpole takes 'action' of shape \[2\], and step\(\) got \['act', 'done', 'observ"),
+        (CartPole, "action", [0, 5], "cartpole takes integers from 0 to 1 as 'action', and these are from 0 to 5"),
+        (CartPole, "action", [-1, 1], "integers from 0 to 1 as 'action', and these are from -1 to 1"),
+        (
+            CartPole,
+            "action",
+            [0.0, 1.0],
+            "'action' of torch.int64, and this is torch.float32; let the policy write torch.int64",
+        ),
+        (Pendulum, "action", [[0.0], [math.nan]], r"finite numbers as 'action', and that of environment 1 is \[nan\]"),
+        (Two, "action", [[3, 0], [0, 2]], r"two takes integers from 0 to \[3, 1\] as 'action'"),
+    ],
+)
+def test_what_a_policy_writes_wrongly_is_named(make, key, action, told):
+    env = to_torchrl(make(), 2)
+    with pytest.raises(ValueError, match=told):
+        env.rollout(3, lambda td: td.set(key, torch.tensor(action)))
+
+
+def test_actions_may_have_another_dtype_and_lie_outside_the_bounds_of_an_environment_that_clips():
+    rewards = []
+    for action in (torch.tensor([[2.0], [-2.0]]), torch.tensor([[100.0], [-3.0]], dtype=torch.float64)):
+        env = to_torchrl(Pendulum(), 2)
+        rewards.append(env.step(env.reset().set("action", action))["next", "reward"])
+    assert torch.equal(*rewards)
+    env = to_torchrl(CartPole(), 2)
+    env.step(env.reset().set("action", torch.tensor([0, 1], dtype=torch.int32)))

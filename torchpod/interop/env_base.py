@@ -30,6 +30,9 @@ def to_torchrl(
     once where an episode is done, so that there is no row between two episodes: the last observation of an episode is
     in `("next", "observation")` and the first of the next one in `observation` of the row after it.
 
+    A step refuses actions of another shape or kind; on the CPU also integers out of range, NaN and infinity: on a GPU
+    the host would have to wait for the values. Floats outside the bounds go to the environment; torchpod's own clip.
+
     Args:
       env: such as `torchpod.envs.CartPole()`.
       num_envs: B.
@@ -113,17 +116,11 @@ class TorchRLEnv(EnvBase):
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        action = tensordict.get("action")
-        expected = self.action_spec.shape
-        if action.shape != expected:
-            raise ValueError(
-                f"{self._env.spec.name} takes actions of shape {list(expected)}, and these are {list(action.shape)}; "
-                f"give one for each of the {expected[0]} environments."
-            )
+        action = self._checked(tensordict)
         if self._state is None:
             raise RuntimeError(f"{self._env.spec.name}: call reset() before step().")
         with torch.no_grad():
-            state, timestep = self._stepped(self._state, action.detach(), self._next_keys())
+            state, timestep = self._stepped(self._state, action, self._next_keys())
         last, ended = timestep.step_type == LAST, timestep.discount == 0
         observation, reward = timestep.observation, timestep.reward
         stepped = tensordict.get("_step", None)
@@ -145,6 +142,42 @@ class TorchRLEnv(EnvBase):
             batch_size=self.batch_size,
             device=self.device,
         )
+
+    def _checked(self, tensordict: TensorDictBase) -> Tensor:
+        """The action, of the dtype of the spec."""
+        name, spec, expected = self._env.spec.name, self._env.spec.action, self.action_spec.shape
+        action = tensordict.get("action", None)
+        if action is None:
+            raise ValueError(
+                f"{name} takes 'action' of shape {list(expected)}, and step() got {sorted(tensordict.keys())}; let the "
+                "policy write 'action'."
+            )
+        if action.shape != expected:
+            raise ValueError(
+                f"{name} takes actions of shape {list(expected)}, and these are {list(action.shape)}; write one "
+                f"'action' for each of the {expected[0]} environments."
+            )
+        if not torch.can_cast(action.dtype, spec.dtype):
+            raise ValueError(
+                f"{name} takes 'action' of {spec.dtype}, and this is {action.dtype}; let the policy write {spec.dtype}."
+            )
+        action = action.detach().to(spec.dtype)
+        if action.device.type != "cpu":
+            return action
+        if isinstance(spec, Discrete | MultiDiscrete):
+            num = torch.tensor(spec.num_values if isinstance(spec, Discrete) else spec.nvec)
+            if ((action < 0) | (action >= num)).any():
+                raise ValueError(
+                    f"{name} takes integers from 0 to {(num - 1).tolist()} as 'action', and these are from "
+                    f"{action.min()} to {action.max()}; let the policy choose among so many."
+                )
+        elif not (finite := action.isfinite().reshape(expected[0], -1).all(-1)).all():
+            row = int(finite.int().argmin())
+            raise ValueError(
+                f"{name} takes finite numbers as 'action', and that of environment {row} is {action[row].tolist()}; "
+                "look for NaN in the policy."
+            )
+        return action
 
 
 def torchrl_spec(spec: SpecTree, lead: torch.Size, device: torch.device | None = None) -> TensorSpec:
