@@ -116,6 +116,15 @@ def test_memory_is_shared_where_the_state_does_not_have_it():
     assert not venv.step(np.zeros((2, 1), np.float32))[0].flags.owndata
 
 
+def test_floats_outside_the_bounds_are_clipped_by_the_environment():
+    rewards = []
+    for actions in ([[2.0], [-2.0]], [[100.0], [-3.0]]):
+        venv = VectorEnv(Pendulum(), 2)
+        venv.reset()
+        rewards.append(venv.step(actions)[1])
+    np.testing.assert_array_equal(*rewards)
+
+
 def test_seeds_repeat_and_differ_and_may_be_given_for_each_environment():
     venv, other = VectorEnv(CartPole(), 4, seed=3), VectorEnv(CartPole(), 4, seed=4)
     first, _ = venv.reset()
@@ -176,6 +185,12 @@ def test_wrong_things_are_named():
         venv.step([0, 1, 2])
     with pytest.raises(ValueError, match="these are float64"):
         venv.step([0.0, 1.0, 0.0])
+    pendulum = VectorEnv(Pendulum(), 2)
+    pendulum.reset()
+    for value in (np.nan, np.inf):
+        told = rf"pendulum takes finite numbers as actions, and that of environment 1 is \[{value}\]"
+        with pytest.raises(ValueError, match=told):
+            pendulum.step([[0.0], [value]])
     with pytest.raises(ValueError, match="2 seeds came for 3 environments"):
         venv.reset(seed=[1, 2])
     with pytest.raises(ValueError, match="no options of reset; .*low"):

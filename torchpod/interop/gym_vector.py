@@ -105,7 +105,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
         Raises:
           ResetNeeded: before the first `reset`.
-          ValueError: for actions of another shape, or that are no actions of the space.
+          ValueError: for actions of another shape, integers out of range, NaN and infinity. Floats outside the bounds
+            go to the environment; torchpod's own clip them, as Gymnasium's do.
         """
         if self._keys is None:
             raise gymnasium.error.ResetNeeded(f"{self._env.spec.name}: call reset() before step().")
@@ -132,7 +133,15 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             )
         space = self.single_action_space
         if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-            return np.ascontiguousarray(array, space.dtype)
+            floats = np.ascontiguousarray(array, space.dtype)
+            finite = np.isfinite(floats).reshape(self.num_envs, -1).all(-1)
+            if not finite.all():
+                row = finite.argmin()
+                raise ValueError(
+                    f"{name} takes finite numbers as actions, and that of environment {row} is {array[row].tolist()}; "
+                    "look for NaN in the policy."
+                )
+            return floats
         num = space.n if isinstance(space, spaces.Discrete) else space.nvec
         if array.dtype.kind not in "iu" or array.min() < 0 or (array >= num).any():
             raise ValueError(
