@@ -129,8 +129,8 @@ def _gumbel(uniform: Tensor) -> Tensor:
     return -(-(uniform + 2.0**-24).log()).log()
 
 
-def _bernoulli(own: Keyed, p: Tensor, *, generator: None = None) -> Tensor:
-    return (own.uniform(p.shape, p) < p).to(p.dtype)
+def _bernoulli(own: Keyed, x: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
+    return (own.uniform(x.shape) < (x if p is None else p)).to(x.dtype)
 
 
 def _randperm(own: Keyed, n: int, **options: Any) -> Tensor:
@@ -153,7 +153,10 @@ def _normal_(own: Keyed, x: Tensor, mean: float = 0.0, std: float = 1.0, *, gene
     return x.copy_(mean + std * own.normal(x.shape, x))
 
 
-def _uniform_(own: Keyed, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> Tensor:
+def _uniform_(
+    own: Keyed, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None, **bounds: float
+) -> Tensor:
+    low, high = bounds.get("from", low), bounds.get("to", high)  # no parameter can be named `from`
     return x.copy_(low + (high - low) * own.uniform(x.shape, x))
 
 
@@ -162,7 +165,7 @@ def _exponential_(own: Keyed, x: Tensor, lambd: float = 1.0, *, generator: None 
 
 
 def _bernoulli_(own: Keyed, x: Tensor, p: Any = 0.5, *, generator: None = None) -> Tensor:
-    return x.copy_(own.uniform(x.shape, x) < p)
+    return x.copy_(own.uniform(x.shape) < p)
 
 
 _DRAWS: dict[Any, Callable[..., Tensor]] = {
