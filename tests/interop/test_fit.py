@@ -197,6 +197,24 @@ def test_what_does_not_fit_is_refused_with_a_sentence(what):
 
 
 @pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"discount": 1.5}, "discount=1.5 of LossAgent must lie from 0 to 1."),
+        ({"gae_lambda": -0.1}, "gae_lambda=-0.1 of LossAgent must lie from 0 to 1."),
+        ({"target_rate": 2}, "target_rate=2 of LossAgent must lie from 0 to 1."),
+        ({"epsilon": 3}, "epsilon=3 of LossAgent must lie from 0 to 1."),
+        ({"exploration_fraction": float("nan")}, "exploration_fraction=nan of LossAgent must lie from 0 to 1."),
+        ({"noise": -1}, "noise=-1 of LossAgent must be at least 0."),
+        ({"target_interval": 0}, "target_interval=0 of LossAgent must be at least 1."),
+    ],
+)
+def test_a_number_that_is_out_of_range_is_refused(own, told):
+    actor = q_actor()
+    with pytest.raises(ValueError, match=re.escape(told)):
+        LossAgent(actor, DQNLoss(actor, action_space="categorical", delay_value=True), spec=SPEC, **own)
+
+
+@pytest.mark.parametrize(
     ("make", "told"),
     [
         (

@@ -75,7 +75,7 @@ class LossAgent(Agent):
       adaptive: coefficients that the loss itself changes while it runs; None: `beta` of KLPENPPOLoss.
 
     Raises:
-      ValueError: if environment, actor and loss do not fit; the message names the key.
+      ValueError: if environment, actor and loss do not fit, or a number is out of range; the message names it.
     """
 
     may_fall_back = True
@@ -97,6 +97,19 @@ class LossAgent(Agent):
         adaptive: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        fractions = {
+            "discount": discount,
+            "gae_lambda": gae_lambda,
+            "target_rate": target_rate,
+            "epsilon": epsilon,
+            "exploration_fraction": exploration_fraction,
+        }
+        for name, value in fractions.items():
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name}={value} of LossAgent must lie from 0 to 1.")
+        for name, value, least in (("target_interval", target_interval, 1), ("noise", noise, 0)):
+            if not value >= least:
+                raise ValueError(f"{name}={value} of LossAgent must be at least {least}.")
         if spec.groups is not None:
             raise ValueError(
                 f"LossAgent trains one agent, and {spec.name} has the groups {sorted(spec.groups)}; make one per "
