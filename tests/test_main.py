@@ -252,6 +252,17 @@ def test_an_agent_that_breaks_the_contract_is_not_trained(call: Call, name: str,
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+def test_an_agent_that_branches_on_a_tensor_is_not_compiled_and_its_line_named(call: Call, loop: str):
+    agent, settings = f"algo={AGENT_FILE}:Branches", [item for item in SMALL if not item.startswith("algo.agent.")]
+    more = ["compile=true", f"loop={loop}"] + (["loop.lag=0"] if loop == "sebulba" else [])
+    error = error_of(call("train", *settings, agent, *more, "run_dir=run"))
+    line = next(i for i, text in enumerate(AGENT_FILE.read_text().splitlines(), 1) if "if trajectory" in text)
+    assert f"{AGENT_FILE}:{line}, `if trajectory.timestep.reward.sum() < -1e9:`, does not compile (" in error
+    assert error.endswith("Python cannot branch on what a tensor holds: use torch.where, or run with compile=false.")
+    assert call("train", *settings, agent, "run_dir=run")[0] == 0
+
+
 def test_warming_up_leaves_compiled_programs_and_nothing_else(call: Call, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     status, out, _ = call("warmup", *[item for item in SMALL if item != "compile=false"], "total_env_steps=100_000")

@@ -87,3 +87,12 @@ class Clumsy(MyAgent):
 
 class NoAgent:
     """Not an agent."""
+
+
+class Branches(MyAgent):
+    """Runs uncompiled alone."""
+
+    def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
+        if trajectory.timestep.reward.sum() < -1e9:
+            raise AssertionError
+        return super().prepare(trajectory, keys)

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import cpu_memory
-from torchpod.inductor import Compiled, RecompilationError, ahead
+from torchpod.inductor import Compiled, CompileError, RecompilationError, ahead
 from torchpod.recorded import Recorded
 from torchpod.trees import member, stack
 from torchpod.vjp import Vjp, compiled_vjp, eager_vjp
@@ -25,7 +25,7 @@ from torchpod.vjp import Vjp, compiled_vjp, eager_vjp
 # A warning about machines without a GPU, on every machine without a GPU.
 logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
 
-__all__ = ["Compiler", "RecompilationError", "span"]
+__all__ = ["CompileError", "Compiler", "RecompilationError", "span"]
 
 
 class Compiler:

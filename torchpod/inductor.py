@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from torchpod import cpu_scan, mlp
@@ -80,6 +80,10 @@ def is_ahead() -> bool:
 
 class RecompilationError(RuntimeError):
     """A compiled function met inputs that it was not compiled for, in the middle of a run."""
+
+
+class CompileError(RuntimeError):
+    """What a user wrote cannot be compiled; the message names the line."""
 
 
 class Compiled:
@@ -147,6 +151,8 @@ class Compiled:
             self._programs.append(_Program(self._traced, args))
         except Exception as error:
             if self._fallback is None:
+                if any(not frame.filename.startswith((sys.prefix, sys.base_prefix)) for frame in _frames(error)):
+                    raise CompileError(f"{self._name}: {where(error)}; {_repair(error)}.") from error
                 raise
             with torch.no_grad():
                 result = self._fallback(*args)  # what is wrong with the function itself is raised here
@@ -167,12 +173,22 @@ class Compiled:
 
 def where(error: Exception) -> str:
     """The line of a library or of the user's at which tracing ended, and the error."""
-    own = [f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, sys.modules["torchpod"])]
-    told = str(error).strip().split("\n")[0]
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(tuple(own))]
+    frames, told = _frames(error), str(error).strip().split("\n")[0]
     if not frames:
         return told
     return f"{frames[-1].filename}:{frames[-1].lineno}, `{frames[-1].line}`, does not compile ({told})"
+
+
+def _frames(error: Exception) -> list[traceback.FrameSummary]:
+    """Those that are neither PyTorch's nor ours."""
+    own = [f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, sys.modules["torchpod"])]
+    return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(tuple(own))]
+
+
+def _repair(error: Exception) -> str:
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "Python cannot branch on what a tensor holds: use torch.where, or run with compile=false"
+    return "change it, or run with compile=false"
 
 
 class Signature:

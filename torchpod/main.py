@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from torchpod import envs
 from torchpod.checkpoint import CheckpointError
-from torchpod.compile import RecompilationError
+from torchpod.compile import CompileError, RecompilationError
 from torchpod.config import GROUPS, ConfigError, choices, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"torchpod: {error if isinstance(error, Interrupted) else 'stopped'}", file=sys.stderr)
         return 130
-    except (CheckpointError, RecompilationError, NonFiniteErrorInRun, RankError, *EVERYDAY) as error:
+    except (CheckpointError, CompileError, RecompilationError, NonFiniteErrorInRun, RankError, *EVERYDAY) as error:
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise
         _report(error)
