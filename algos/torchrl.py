@@ -50,6 +50,10 @@ class LossConfig:
     """Part of the run in which it falls from 1."""
     noise: float = 0.1
     """Added to the actions of losses with a deterministic actor, in units of half their range."""
+    num_atoms: int = 51
+    """Of DistributionalDQNLoss: returns that it can tell apart, between `low` and `high`."""
+    low: float = -10.0
+    high: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -203,10 +207,13 @@ class _Builder:
         net = _Logits(self.net(self.num_actions), self.is_masked, ())
         return QValueActor(net, in_keys=[*self.shapes, *self._mask], spec=Categorical(self.num_actions))
 
-    def distributional_actor(self, num_atoms: int = 51, low: float = -10.0, high: float = 10.0) -> Any:
+    def distributional_actor(self) -> Any:
         from torchrl.data import OneHot
         from torchrl.modules import DistributionalQValueActor
 
+        num_atoms, low, high = self.config.num_atoms, self.config.low, self.config.high
+        if not (low < high and num_atoms > 1):
+            raise ValueError(f"low={low} must be below high={high}, and num_atoms={num_atoms} at least 2.")
         net = _Atoms(self.net(num_atoms * self.num_actions), self.is_masked, num_atoms)
         support = torch.linspace(low, high, num_atoms)
         keys, spec = [*self.shapes, *self._mask], OneHot(self.num_actions)

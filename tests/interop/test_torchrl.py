@@ -45,6 +45,7 @@ from torchpod.algos.torchrl import (
 )
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
+from torchpod.config import load
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.minatar.breakout import Breakout
@@ -53,6 +54,7 @@ from torchpod.inductor import Compiled, trace
 from torchpod.interop.keyed import Keyed
 from torchpod.interop.torchrl import LossAgent, _of_rows_that_count
 from torchpod.learner import Learner, LearnerConfig
+from torchpod.makers import make_agent
 from torchpod.rollout import make_step, start, unroll
 from torchpod.sebulba import Sebulba, SebulbaConfig
 from torchpod.sebulba import train as train_sebulba
@@ -507,6 +509,22 @@ def test_one_hot_actions_are_the_environments_numbers(seed):
     assert trajectory.output.action.dtype == torch.int64 and trajectory.output.action.shape == (T, B)
     bound = bind(agent, dict(agent.named_parameters()))
     assert bound.loss(batch_of(agent, trajectory, seed), random.key(0), bound).loss.isfinite()
+
+
+def test_the_returns_that_a_distribution_tells_apart_are_settings(seed):
+    """Where an episode ends with a reward of 40, that is its return: atom 4 of 0, 10, ... 100."""
+    line = ["loss=DistributionalDQNLoss", "env=cartpole", "algo.agent.low=0", "algo.agent.high=100"]
+    agent = make_agent(load([*line, "algo.agent.num_atoms=11"]).algo, SPEC)()
+    steps = dict(batch_of(agent, collect(agent, CartPole(), seed), seed).steps)
+    ones = torch.ones_like(steps["next"]["done"])
+    steps["next"] |= {"reward": torch.full_like(steps["weight"], 40.0), "done": ones, "terminated": ones}
+    params = dict(agent.named_parameters())
+    loss = bind(agent, agent.variables()).loss(Batch(steps), random.key(seed), bind(agent, params)).loss
+    data = TensorDict({"observation": steps["observation"]}, batch_size=[T * B])
+    log_prob = agent._actor(agent.variables(), data)["action_value"]
+    torch.testing.assert_close(loss, -log_prob[torch.arange(T * B), 4, steps["action"]].mean())
+    with pytest.raises(ValueError, match="low=10.0 must be below high=10.0, and num_atoms=51 at least 2"):
+        torchrl_agent(SPEC, TorchRLConfig("DistributionalDQNLoss", low=10.0))
 
 
 def test_targets_may_follow_at_intervals(seed):
