@@ -289,9 +289,6 @@ def with_nonsense(batch, seed):
     return batch._replace(steps=pytree.tree_map(other, steps) | {"weight": weight})
 
 
-MIXES = pytest.mark.xfail(strict=True, reason="TorchRL averages the log-sum-exp of CQL over all rows, resets too")
-
-
 def with_statistics(norm):
     """An agent of a loss with running statistics of value targets."""
     actor = categorical()
@@ -304,7 +301,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", [*NORMS, *(pytest.param(x, marks=MIXES if x == "CQLLoss" else ()) for x in THERE)])
+@pytest.mark.parametrize("name", [*NORMS, *THERE])
 def test_a_reset_contributes_nothing(name, seed):
     env = Pendulum(max_episode_steps=3) if name in CONTINUOUS else CartPole(max_episode_steps=3)
     agent = with_statistics(NORMS[name]()) if name in NORMS else torchrl_agent(env.spec, config(name))

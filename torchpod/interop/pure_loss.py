@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchrl.modules.value_norm import ValueNorm
-from torchrl.objectives import LossModule
+from torchrl.objectives import CQLLoss, LossModule
 
 from torchpod.interop.both_ways import both_ways
 from torchpod.interop.keyed import Keyed
@@ -47,7 +47,8 @@ class PureLoss:
     delayed: tuple[str, ...]
     """The networks that it has targets for."""
     mixes_rows: bool
-    """Whether all rows together change something: adaptive coefficients, or running statistics of value targets."""
+    """Whether it makes one number of all rows: an adaptive coefficient, running statistics of value targets, or CQL's
+    mean of its log-sum-exp."""
 
     def __init__(self, loss: LossModule, adaptive: Sequence[str] = ()) -> None:
         self.loss, self._adaptive = loss, tuple(adaptive)
@@ -90,7 +91,7 @@ class PureLoss:
             if x.numel() != 1:
                 raise ValueError(f"{name} of {type(loss).__name__} has shape {list(x.shape)}; make it with shape=1.")
             self.buffers[name] = x.reshape(())
-        self.mixes_rows = bool(running) or bool(self._adaptive)
+        self.mixes_rows = bool(running) or bool(self._adaptive) or isinstance(loss, CQLLoss)
 
     def names_in(self, module: nn.Module, what: str) -> dict[str, str]:
         """For each parameter and buffer of a network, or of something around it, its name here.

@@ -9,7 +9,8 @@ TensorDict with TorchRL's keys: `observation`, `action`, what the actor wrote be
 - all others: `("next", "observation")`, `("next", "reward")`, `("next", "done")` and `("next", "terminated")`.
 
 A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets. Where a loss
-keeps something of all rows (an adaptive coefficient, running statistics), copies of others are in the place of resets.
+makes one number of all rows (an adaptive coefficient, running statistics, CQL's mean of its log-sum-exp), copies of
+others are in the place of resets.
 """
 
 import inspect
@@ -370,7 +371,17 @@ class LossAgent(Agent):
         return Batch(steps, report={"reward": t.reward[1:], "value": value[:-1], "value_target": target})
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
-        """The sum of the loss's terms, each a weighted sum over rows."""
+        """The sum of the loss's terms."""
+        sums, priority, changed = self.sums(batch, keys, target)
+        loss = torch.stack([x for name, x in sums.items() if name.startswith("loss")]).sum()
+        metrics = {name: x.detach() for name, x in sums.items() if name not in self._groups}
+        losses = loss if [*self._groups] == ["loss"] else dict.fromkeys(self._groups, loss)
+        return LossOutput(losses, metrics, priority, changed)
+
+    def sums(
+        self, batch: Batch, keys: Tensor, target: Bound | None
+    ) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
+        """All that the loss says, its terms among it, as weighted sums over rows; priorities; and changed buffers."""
         steps = dict(batch.steps)
         weight = steps.pop("weight")
         if self._one_hot is not None:
@@ -399,11 +410,7 @@ class LossAgent(Agent):
                 return (torch.where(weight > 0, x, 0.0) * weight).sum()
             return x.to(weight.dtype).mean() * weight.sum()
 
-        sums = {name: total(x) for name, x in out.items()}
-        loss = torch.stack([x for name, x in sums.items() if name.startswith("loss")]).sum()
-        metrics = {name: x.detach() for name, x in sums.items() if name not in self._groups}
-        losses = loss if [*self._groups] == ["loss"] else dict.fromkeys(self._groups, loss)
-        return LossOutput(losses, metrics, priority, changed)
+        return {name: total(x) for name, x in out.items()}, priority, changed
 
     @staticmethod
     def _renamed(data: TensorDict, keys: Any) -> TensorDict:
