@@ -1,8 +1,7 @@
 """Deep Q-networks: DQN, C51 and QR-DQN, with what Rainbow put together.
 
 Mnih et al. 2015 (https://doi.org/10.1038/nature14236), and double, dueling, n-step and prioritised as in Hessel et al.
-2018 (https://arxiv.org/abs/1710.02298). C51 and quantile regression are subclasses that say what the outputs mean and
-how wrong they are.
+2018 (https://arxiv.org/abs/1710.02298). C51 and quantile regression are subclasses with an error of their own.
 """
 
 import math
@@ -61,6 +60,8 @@ class DQN(Agent):
     annealed = ("remaining",)
     replayed = 1
     max_lag = None
+    categorical = False
+    """Whether outputs are the logits of returns between `low` and `high`, and not returns."""
 
     def __init__(
         self, spec: EnvSpec, config: DQNConfig = DQNConfig(), *, outputs: int = 1, features: int | None = None
@@ -94,8 +95,12 @@ class DQN(Agent):
         return self.value(features).unsqueeze(-2) + out - out.mean(-2, keepdim=True)
 
     def values(self, outputs: Tensor) -> Tensor:
-        """Action values `[..., A]`: the mean of the outputs."""
-        return outputs.mean(-1)
+        """Action values `[..., A]`: the mean of the outputs, or of the returns whose logits they are."""
+        return (outputs.softmax(-1) * self.atoms(outputs)).sum(-1) if self.categorical else outputs.mean(-1)
+
+    def atoms(self, outputs: Tensor) -> Tensor:
+        """The returns `[outputs]` that categorical outputs stand for."""
+        return self.low + (self.high - self.low) * torch.linspace(0.0, 1.0, self.outputs, device=outputs.device)
 
     def error(self, outputs: Tensor, target: Tensor, reward: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
         """How wrong the outputs of the actions taken are, `[R]`, and how urgent it is to learn more from them, `[R]`.
@@ -174,6 +179,8 @@ class C51Config(DQNConfig):
 class C51(DQN):
     """The categorical distribution of returns: Bellemare et al. 2017 (https://arxiv.org/abs/1707.06887)."""
 
+    categorical = True
+
     def __init__(self, spec: EnvSpec, config: C51Config = C51Config()) -> None:
         super().__init__(spec, config, outputs=config.num_atoms)
         if not (config.low < config.high and config.num_atoms > 1):
@@ -181,21 +188,14 @@ class C51(DQN):
         self.hyperparameter("low", config.low)
         self.hyperparameter("high", config.high)
 
-    def values(self, outputs: Tensor) -> Tensor:
-        """The mean of the distribution."""
-        return (outputs.softmax(-1) * self._atoms(outputs)).sum(-1)
-
     def error(self, outputs: Tensor, target: Tensor, reward: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
         """The cross entropy with the target's distribution, moved and projected back onto the atoms: algorithm 1."""
-        atoms, step = self._atoms(outputs), (self.high - self.low) / (self.outputs - 1)
+        atoms, step = self.atoms(outputs), (self.high - self.low) / (self.outputs - 1)
         moved = (reward[:, None] + discount[:, None] * atoms).clamp(self.low, self.high)
         share = (1.0 - (moved[:, None, :] - atoms[:, None]).abs() / step).clamp(min=0.0)  # of atom j for atom i
         projected = (share * target.softmax(-1)[:, None, :]).sum(-1)
         cross = -(projected * outputs.log_softmax(-1)).sum(-1)
         return cross, cross.detach()
-
-    def _atoms(self, outputs: Tensor) -> Tensor:
-        return self.low + (self.high - self.low) * torch.linspace(0.0, 1.0, self.outputs, device=outputs.device)
 
 
 @dataclass(frozen=True)
