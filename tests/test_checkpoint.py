@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -218,7 +219,7 @@ def other_shapes(folder: Path) -> None:
     ("change", "message"),
     [
         (change_format, "has checkpoint format 3, this version reads 2."),
-        (no_checkpoints, "holds no checkpoint; give a folder that torchpod train has written."),
+        (no_checkpoints, "is a run that has no checkpoint yet; start it again with run_dir="),
         (foreign_config, "is no run folder: config.yaml is not ours (learning_rate is no setting"),
         (other_shapes, "does not fit this run: .actor_keys is int64 [4, 3] there and int64 [8, 3] here; resume with"),
     ],
@@ -233,6 +234,15 @@ def test_a_folder_that_cannot_be_resumed_says_why_and_stays_as_it_is(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert digests(run_dir) == before
+
+
+def test_a_run_without_a_checkpoint_starts_again_as_the_refusal_says(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.rmtree(run_dir / "checkpoints")
+    assert main(["train", f"resume={run_dir}"]) == 1
+    advice = re.findall(r"start it again with (.*)\.$", capsys.readouterr().err)[0].split()
+    assert advice == [f"run_dir={run_dir}", "resume=auto"]
+    assert main(["train", *SETTINGS, *advice]) == 0
+    assert checkpoint.all_of(run_dir)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,22 @@ def test_an_unknown_command_is_refused(call: Call):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("eval",),
+            "torchpod eval: the following arguments are required: run; torchpod eval --help shows what it takes.",
+        ),
+        (("check", "cartpole"), "torchpod check: the following arguments are required: reference; torchpod check --he"),
+        (("plot", "run", "--outt", "x"), "torchpod plot: unrecognized arguments: --outt x; torchpod plot --help shows"),
+        (("autoscale", "--seconds", "soon"), "torchpod autoscale: argument --seconds: invalid float value: 'soon'; to"),
+    ],
+)
+def test_options_that_are_wrong_are_refused_in_one_sentence(words: tuple[str, ...], message: str, call: Call):
+    assert error_of(call(*words)).startswith(message)
+
+
 @pytest.mark.parametrize(("what", "name"), [("envs", "cartpole"), ("algos", "ppo"), ("experiments", "cartpole")])
 def test_list_names_one_choice_a_line(what: str, name: str, call: Call):
     status, out, _ = call("list", what)
@@ -120,6 +136,9 @@ def test_the_screen_says_that_the_interval_is_of_the_iqm(call: Call):
 def test_fewer_env_steps_than_one_iteration_train_one_iteration(call: Call):
     status, out, _ = call("train", *SMALL, "run_dir=run", "total_env_steps=1", "logger.console=true")
     assert status == 0 and out.startswith("100%  ")
+    assert (
+        "\ntotal_env_steps=1 is less than one iteration, num_envs x algo.unroll_length = 32 steps and resets\n" in out
+    )
     assert checkpoint.latest(Path("run")).name == f"{1:010d}"
 
 

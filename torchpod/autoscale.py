@@ -3,7 +3,6 @@
 Prints a row per probe, and writes what it found as a file of overrides, for `torchpod train ... +autoscale=FILE`.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 
+from torchpod.arguments import Parser
 from torchpod.config import ConfigError, TrainConfig, load
 from torchpod.gxx import cores
 from torchpod.knobs import NAMES, Row, Search, Setting
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("torchpod autoscale")
+def _parser() -> Parser:
+    parser = Parser("torchpod autoscale")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run, as for torchpod train")
     parser.add_argument("--seconds", type=float, default=5.0, help="to measure per probe, compilation left out")
     parser.add_argument("--memory", type=float, metavar="GB", help="limit; default: 0.8 of what is free, 0.9 on a GPU")

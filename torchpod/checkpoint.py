@@ -145,6 +145,10 @@ def latest(run_dir: Path) -> Path:
       CheckpointError: if there is none.
     """
     found = all_of(run_dir)
+    if not found and (run_dir / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{run_dir} is a run that has no checkpoint yet; start it again with run_dir={run_dir} resume=auto."
+        )
     if not found:
         raise CheckpointError(f"{run_dir} holds no checkpoint; give a folder that torchpod train has written.")
     return found[-1]

@@ -1,6 +1,5 @@
 """The command line over the modules: `torchpod train | eval | export | plot | warmup | check | autoscale | ...`."""
 
-import argparse
 import os
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from torchpod import envs
+from torchpod.arguments import Parser
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import CompileError, RecompilationError
 from torchpod.config import GROUPS, ConfigError, choices, load
@@ -98,7 +98,8 @@ def _train(overrides: list[str]) -> int:
         print("torchpod train [KEY=VALUE ...], where KEY is any of these, with dots: algo.learner.learning_rate=1e-3\n")
         print(shown, end="")
         return 0
-    run = execute(load(overrides))
+    config = load(overrides)
+    run = execute(config)
     if run.summary:
         score, cut, compiled = run.summary["eval_return"], "", ""
         if run.summary["compile_s"] >= 0.05:
@@ -116,6 +117,10 @@ def _train(overrides: list[str]) -> int:
                 print(f"members {run.summary['unhealthy_members']} stopped learning: a gradient was not finite")
             best = run.summary["best_member"]
             print(f"best member {best}: {run.dir / 'members' / str(best)}")
+        least = config.num_envs * config.algo.unroll_length
+        if config.total_env_steps < least and config.resume is None:
+            iteration = f"one iteration, num_envs x algo.unroll_length = {least:,} steps and resets"
+            print(f"total_env_steps={config.total_env_steps} is less than {iteration}")
         print(f"run folder {run.dir}")
     return 0
 
@@ -123,7 +128,7 @@ def _train(overrides: list[str]) -> int:
 def _eval(rest: list[str]) -> int:
     from torchpod.eval_run import eval_run
 
-    parser = argparse.ArgumentParser("torchpod eval")
+    parser = Parser("torchpod eval")
     parser.add_argument("run", type=Path)
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument(
@@ -158,7 +163,7 @@ def _eval(rest: list[str]) -> int:
 def _export(rest: list[str]) -> int:
     from torchpod.export_run import export_run
 
-    parser = argparse.ArgumentParser("torchpod export")
+    parser = Parser("torchpod export")
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=None, help="a .pt2 file; default: policy.pt2 in the run folder")
     parser.add_argument("--member", type=int, default=None, help="of a population")
@@ -170,7 +175,7 @@ def _export(rest: list[str]) -> int:
 def _plot(rest: list[str]) -> int:
     from torchpod.plot import plot
 
-    parser = argparse.ArgumentParser("torchpod plot")
+    parser = Parser("torchpod plot")
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("curve.png"))
     parser.add_argument("--metric", default="episode_return", help="a key of metrics.jsonl")
@@ -191,10 +196,10 @@ def _warmup(rest: list[str]) -> int:
 def _check(rest: list[str]) -> int:
     from torchpod.testing import check_consistency
 
-    parser = argparse.ArgumentParser("torchpod check")
+    parser = Parser("torchpod check")
     parser.add_argument("env", help="a name of `torchpod list envs`, my_env.py:MyEnv or my_module:MyEnv")
     parser.add_argument("reference", help="my_reference.py:MyReference or my_module:MyReference")
-    parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="of both constructors")
+    parser.add_argument("arguments", nargs="*", default=[], metavar="NAME=VALUE", help="of both constructors")
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=None, help="default: past the time limit twice, at most 1000")
     parser.add_argument("--seed", type=int, default=0)

@@ -160,7 +160,7 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     if name in makers:
         return makers[name]
     if name.endswith(".py"):
-        raise ConfigError(f"{group}={name}: name the class too, e.g. {group}={name}:MyClass.")
+        raise ConfigError(f"{group}={name}: name the class too, e.g. {name}:MyClass.")
     path, _, attribute = name.rpartition(":")
     if path and not path.endswith(".py") and importlib.util.find_spec(path.partition(".")[0]):
         try:
@@ -170,9 +170,7 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     if not path.endswith(".py"):
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
     if not Path(path).is_file():
-        raise ConfigError(
-            f"{group}={name}: there is no file {path}; give {group}=PATH.py:{attribute} with where it is now."
-        )
+        raise ConfigError(f"{group}={name}: there is no file {path}; give PATH.py:{attribute} with where it is now.")
     spec = importlib.util.spec_from_file_location(f"_torchpod_{group}_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -20,6 +20,10 @@ from torchpod.types import MID, TimeStep, Tree
 
 _UNBOUNDED = 1e6  # EnvPool writes "no bound" as 1e10, or as the range of a double; Gymnasium as infinity
 _MAX_JOINT = 10_000  # a choice among more actions would be too wide
+_ANSWERS = {
+    "reset": ("observation", "info"),
+    "step": ("observation", "reward", "terminated", "truncated", "info"),
+}
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
 
@@ -46,7 +50,7 @@ class Gymnasium:
       ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict and
         Tuple of these; if the action is none of Box, Discrete, MultiDiscrete and Tuple of Discrete, or an integer of
         more than 10,000 values; or if options are given without an id. While it plays, if an observation has not the
-        shape of its space.
+        shape of its space, or if `reset` or `step` returns what those of Gym did before 0.26.
     """
 
     traits = HOST
@@ -120,7 +124,11 @@ class Gymnasium:
             raise RuntimeError(
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error
-        except ValueError as error:  # perhaps of NumPy, which names no environment
+        except (ValueError, TypeError, AttributeError) as error:  # perhaps of NumPy, which names no environment
+            if not self._processes and ("unpack" in str(error) or "'items'" in str(error)):
+                env = self._envs.envs[0].unwrapped
+                complete(env.reset(), "reset", self.spec.name)
+                complete(env.step(env.action_space.sample()), "step", self.spec.name)
             space = self._envs.single_observation_space
             for observation in getattr(self._envs, "_env_obs", ()):
                 if (wrong := misshapen(observation, space)) is not None:
@@ -197,6 +205,18 @@ def _repeating(env: Any, num: int) -> Any:
     return Repeating(env)
 
 
+def complete(answer: Any, method: str, name: str) -> Any:
+    """What `reset` or `step` returned; raises `ValueError` if it is not as many values as Gymnasium asks for."""
+    wanted = _ANSWERS[method]
+    if isinstance(answer, tuple) and len(answer) == len(wanted):
+        return answer
+    came = f"{len(answer)} values" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
+    raise ValueError(
+        f"{method}() must return {', '.join(wanted)}, and that of {name} returned {came}; return all {len(wanted)}, as "
+        "Gym asks for since 0.26."
+    )
+
+
 def misshapen(observation: Any, space: Any) -> str | None:
     """Which part of an observation has another shape than in its space; None if none has."""
     from gymnasium import spaces
@@ -224,10 +244,10 @@ def _checked(env: Any, name: str) -> Any:
 
     class Checked(gymnasium.Wrapper):
         def reset(self, **arguments: Any) -> Any:
-            return self.seen(*self.env.reset(**arguments))
+            return self.seen(*complete(self.env.reset(**arguments), "reset", name))
 
         def step(self, action: Any) -> Any:
-            return self.seen(*self.env.step(action))
+            return self.seen(*complete(self.env.step(action), "step", name))
 
         def seen(self, observation: Any, *rest: Any) -> Any:
             if (wrong := misshapen(observation, self.observation_space)) is not None:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from torchpod.main import main
+
 PAGE = Path(__file__).parents[2] / "docs" / "write-an-environment.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_page_has_its_blocks():
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     assert "class MyEnv" in BLOCKS[0]
     assert len(BLOCKS[0].splitlines()) <= 35
 
@@ -19,9 +21,12 @@ def test_the_page_has_its_blocks():
 def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # training writes its run folder here
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_env", raising=False)  # of another test
-    (tmp_path / "my_env.py").write_text(BLOCKS[0])
     names: dict[str, object] = {"__name__": "__main__"}
-    for block in BLOCKS[1:]:
-        exec(compile(block, str(PAGE), "exec"), names)
+    for block in BLOCKS:
+        if found := re.match(r"# (\w+)\.py\n", block):
+            monkeypatch.delitem(sys.modules, found[1], raising=False)  # of another test
+            (tmp_path / f"{found[1]}.py").write_text(block)
+        else:
+            exec(compile(block, str(PAGE), "exec"), names)
     assert "run" in names
+    assert main(["check", "my_env.py:MyEnv", "my_plain.py:PlainLift"]) == 0

@@ -47,6 +47,14 @@ def test_a_game_of_several_agents_is_refused_in_one_sentence(name):
         to_torchrl(TENSOR[name](), 3)
 
 
+def test_a_dict_of_actions_is_refused_in_one_sentence():
+    class Parts(Ladder):
+        spec = EnvSpec("parts", Ladder.spec.observation, {"a": Discrete(2), "b": Discrete(3)}, 3)
+
+    with pytest.raises(ValueError, match=r"parts has a dict of actions, \['a', 'b'\], and to_torchrl takes one Box"):
+        to_torchrl(Parts(), 3)
+
+
 class Two(Ladder):
     spec = EnvSpec("two", Ladder.spec.observation, MultiDiscrete((4, 2)), 3)
 

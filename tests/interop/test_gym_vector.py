@@ -72,6 +72,14 @@ def test_a_game_of_several_agents_is_refused_in_one_sentence(id_):
         gymnasium.make_vec(id_, num_envs=3)
 
 
+def test_a_dict_of_actions_is_refused_in_one_sentence():
+    class Parts(Counter):
+        spec = EnvSpec("parts", Counter.spec.observation, {"a": Discrete(2), "b": Discrete(3)}, 3)
+
+    with pytest.raises(ValueError, match=r"parts has a dict of actions, \['a', 'b'\], and VectorEnv takes one Box"):
+        VectorEnv(Parts())
+
+
 def test_actions_of_several_integers():
     class Two(Counter):
         spec = EnvSpec("two", Counter.spec.observation, MultiDiscrete((2, 3)), 3)

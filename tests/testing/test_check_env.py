@@ -32,6 +32,11 @@ class Walk(TensorEnv):
         return {"place": state}
 
 
+def second_line(cls):
+    """Of its transition, where the faulty ones have their fault."""
+    return f"test_check_env.py, line {cls.transition.__code__.co_firstlineno + 1}"
+
+
 class Broken(Walk):
     """A walk whose timesteps are altered by `change`."""
 
@@ -272,9 +277,27 @@ class InfiniteGradient(Walk):
 
 class NotVmappable(Walk):
     def transition(self, state, action, keys):
-        if state.sum() > 1000:
+        state.nonzero()
+        return super().transition(state, action, keys)
+
+
+class Branches(Walk):
+    def transition(self, state, action, keys):
+        if bool((state > 1000).any()):
             state = state * 0
         return super().transition(state, action, keys)
+
+
+class BranchesOnMany(Walk):
+    def transition(self, state, action, keys):
+        if state > 1000:
+            state = state * 0
+        return super().transition(state, action, keys)
+
+
+class TakesANumber(Walk):
+    def transition(self, state, action, keys):
+        return super().transition(state + 0 * state.sum().item(), action, keys)
 
 
 class NotCapturable(Walk):
@@ -344,6 +367,15 @@ class NoTraits(Walk):
         (NotDifferentiable, "The trait `differentiable` promises gradients from reward and observation to state"),
         (InfiniteGradient, "state and action; they are not finite."),
         (NotVmappable, "The trait `vmappable` promises that torch.vmap(env.step) works; it raised"),
+        (Branches, f"Branches.transition branches on a tensor ({second_line(Branches)}); use torch.where."),
+        (
+            BranchesOnMany,
+            f"BranchesOnMany.transition branches on a tensor ({second_line(BranchesOnMany)}); use torch.wh",
+        ),
+        (
+            TakesANumber,
+            f"TakesANumber.transition takes a number out of a tensor ({second_line(TakesANumber)}); keep it",
+        ),
         (StateWithoutBatch, "state[2] must be a tensor with the B axis first"),
         (StateGrows, "state[0] must keep its shape and dtype"),
         (lambda: HostWithState(Walk()), "An environment without the trait `pure` must return None as state."),
@@ -359,7 +391,7 @@ def test_a_broken_environment_is_named(make, rule):
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
-        (NotCapturable, "The trait `capturable` promises that the compiled step works; it raised"),
+        (NotCapturable, f"NotCapturable.transition branches on a tensor ({second_line(NotCapturable)}); use torch.w"),
         (Recompiles, "The trait `capturable` promises that the compiled step works; it raised RecompilationError"),
     ],
 )

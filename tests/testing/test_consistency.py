@@ -235,6 +235,8 @@ def test_the_command_line_compares_two_classes(capsys):
     assert "Lift does what " in capsys.readouterr().out
     assert main(["check", f"{file}:Lift", "tests_of_nobody:Plain"]) == 1
     assert "reference=tests_of_nobody:Plain is not known" in capsys.readouterr().err
+    assert main(["check", f"{file}:Lift", "nowhere.py:Plain"]) == 1
+    assert "there is no file nowhere.py; give PATH.py:Plain with where it is now." in capsys.readouterr().err
     assert main(["check", "four_rooms", f"{file}:PlainRooms", "--steps", "30"]) == 0
     assert main(["check", f"{file}:Lift", "torch:Plain"]) == 1
     assert "reference=torch:Plain cannot be imported: module 'torch' has no attribute" in capsys.readouterr().err

@@ -41,7 +41,8 @@ def to_torchrl(
       compile: compile the step, which takes seconds at the first one.
 
     Raises:
-      ValueError: for an environment on the host, or one with groups of agents; if there is no environment.
+      ValueError: for an environment on the host, one with groups of agents or a dict of actions; if there
+        is no environment.
     """
     if num_envs < 1:
         raise ValueError(f"num_envs={num_envs} must be at least 1.")
@@ -51,6 +52,11 @@ def to_torchrl(
         )
     if env.spec.groups is not None:
         raise ValueError(f"{env.spec.name} has groups of agents, which to_torchrl cannot name; use one agent.")
+    if isinstance(env.spec.action, dict):
+        raise ValueError(
+            f"{env.spec.name} has a dict of actions, {sorted(env.spec.action)}, and to_torchrl takes one Box, Discrete "
+            "or MultiDiscrete; make it one."
+        )
     return TorchRLEnv(env, num_envs, seed, torch.device(device), compile)
 
 

@@ -52,7 +52,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
       device: where the environments live; arrays are on the CPU.
 
     Raises:
-      ValueError: for an environment on the host, or one with groups of agents; if there is no environment.
+      ValueError: for an environment on the host, one with groups of agents or a dict of actions; if there
+        is no environment.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
@@ -68,6 +69,11 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             )
         if env.spec.groups is not None:
             raise ValueError(f"{env.spec.name} has groups of agents, which Gymnasium knows nothing of; use one agent.")
+        if isinstance(env.spec.action, dict):
+            raise ValueError(
+                f"{env.spec.name} has a dict of actions, {sorted(env.spec.action)}, and VectorEnv takes one Box, "
+                "Discrete or MultiDiscrete; make it one."
+            )
         self.num_envs, self.render_mode = num_envs, None
         self.single_observation_space = space_of(env.spec.observation)
         self.single_action_space = space_of(env.spec.action)

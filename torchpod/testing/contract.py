@@ -1,5 +1,8 @@
 """What both conformance tests need: the error, and comparison of trees."""
 
+import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +11,14 @@ from torch.utils import _pytree as pytree
 
 from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.types import Tree
+
+_READS = {
+    "data-dependent control flow": ("branches on a tensor", "use torch.where"),
+    "Boolean value of Tensor with": ("branches on a tensor", "use torch.where"),
+    "Could not guard on data-dependent": ("branches on a tensor", "use torch.where"),
+    ".item() on a Tensor": ("takes a number out of a tensor", "keep it a tensor"),
+}
+"""What torch says where Python reads a tensor, which the code of a program cannot; what that is, and what to do."""
 
 
 class ContractError(ValueError):
@@ -18,6 +29,18 @@ def require(condition: bool | Tensor, rule: str) -> None:
     """Raises the rule unless the condition holds."""
     if not condition:
         raise ContractError(rule)
+
+
+def require_no_reading(error: Exception) -> None:
+    """Raises the rule if `error` is torch's about code of the user's that reads a tensor, with where that stands."""
+    known = {"torch", "torchpod", *sys.stdlib_module_names}
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(f.f_code, i) for f, i in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in known]
+    for said, (what, repair) in _READS.items():
+        if said in str(error) and own:
+            code, line = own[-1]
+            where = f"{Path(code.co_filename).name}, line {line}"
+            raise ContractError(f"{code.co_qualname} {what} ({where}); {repair}.") from error
 
 
 def attributes(instance: object) -> dict[str, tuple[Any, int]]:

@@ -22,6 +22,7 @@ from torchpod.testing.contract import (
     named_leaves,
     require,
     require_batched,
+    require_no_reading,
     require_spec,
     require_tensor,
     rows,
@@ -171,6 +172,15 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
 
 
 def _watched(env: Env, call: Callable[[], Any]) -> Any:
+    """Calls as `_compared` does, and says where code of the user's reads a tensor."""
+    try:
+        return _compared(env, call)
+    except RuntimeError as error:
+        require_no_reading(error)
+        raise
+
+
+def _compared(env: Env, call: Callable[[], Any]) -> Any:
     """Calls, and compares operators of the user's own with what they promise, if the environment may be compiled."""
     try:
         return call()
@@ -417,6 +427,7 @@ def _promised(trait: str, what: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
+        require_no_reading(error)
         message = str(error).strip().split("\n")[0]
         raise ContractError(
             f"The trait `{trait}` promises that {what} works; it raised {type(error).__name__}: {message}"

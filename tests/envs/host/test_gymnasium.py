@@ -1,5 +1,6 @@
 """Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
 
+import functools
 import re
 from typing import Any
 
@@ -214,6 +215,44 @@ def test_an_observation_of_another_shape_than_its_space_is_named():
     env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
     message = "Short gave an observation of shape [1], and the space says [2]; make them agree."
     with pytest.raises(ValueError, match=re.escape(message)):
+        env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+
+
+class Old(gymnasium.Env):
+    """As environments of Gym were: its step has one flag; a reset returns the observation alone, if `alone` is set."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, size=3, alone=False):
+        self.observation_space, self.alone = spaces.Box(-1.0, 1.0, (size,), np.float32), alone
+
+    def reset(self, *, seed=None, options=None) -> Any:
+        observation = self.observation_space.low
+        return observation if self.alone else (observation, {})
+
+    def step(self, action) -> Any:
+        return self.observation_space.low, 0.0, False, {}
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("arguments", [(), (3, True), (2, True)])
+def test_an_environment_of_gym_before_0_26_is_told_what_to_return(arguments, processes):
+    env = Gymnasium(functools.partial(Old, *arguments), processes=processes)
+    wanted = "observation, reward, terminated, truncated, info, and that of Old returned 4 values; return all 5"
+    message = "reset() must return observation, info, and that of Old returned a ndarray; return all 2"
+    try:
+        with pytest.raises(ValueError, match=re.escape(message if arguments else f"step() must return {wanted}")):
+            env.init(keys(2))
+            env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+    finally:
+        env.close()
+
+
+def test_one_that_a_wrapper_unpacks_is_told_too():
+    with pytest.raises(ValueError, match=r"step\(\) must return observation, reward, terminated, truncated, info, and"):
+        env = Gymnasium(Old).limited(5)
+        env.init(keys(2))
         env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
 
 
