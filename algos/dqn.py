@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpod import random
-from torchpod.actions import any_allowed
+from torchpod.actions import any_allowed, mask_of
 from torchpod.agent import Agent, Bound
 from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.exploration import falling
@@ -121,10 +121,8 @@ class DQN(Agent):
 
     def best(self, outputs: Tensor, observation: Tree) -> Tensor:
         """The same, of outputs."""
-        values = self.values(outputs)
-        if isinstance(observation, dict) and "action_mask" in observation:
-            values = values.masked_fill(~observation["action_mask"], -float("inf"))
-        return values.argmax(-1)
+        values, mask = self.values(outputs), mask_of(observation)
+        return (values if mask is None else values.masked_fill(~mask, -float("inf"))).argmax(-1)
 
     def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
         """Epsilon-greedy."""

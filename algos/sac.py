@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpod import random
+from torchpod.actions import mask_of
 from torchpod.agent import Agent, Bound
 from torchpod.algos.ddpg import Critic, box_range
 from torchpod.nets import Encoder, choose_torso, orthogonal
@@ -45,8 +46,8 @@ class SACConfig:
     initial_alpha: float = 1.0
     """It stays so where the learning rate of `temperature` is 0."""
     target_entropy: float | None = None
-    """In nats. None: -A for actions `[A]`; 0.98 of the largest, log A, for A discrete ones, of which those count that
-    an action mask allows."""
+    """In nats. None: -A for actions `[A]`; 0.98 of the largest, log A, for A discrete ones. Where an action mask leaves
+    n of these, the same share of log n."""
     target_rate: float = 0.005
 
 
@@ -190,9 +191,8 @@ class DiscreteSAC(SAC):
     def logits(self, observation: Tree) -> Tensor:
         """Of the policy, `[..., A]`; -inf for actions that are not allowed."""
         logits = self.policy(observation)
-        if isinstance(observation, dict) and "action_mask" in observation:
-            logits = logits.masked_fill(~observation["action_mask"], -float("inf"))
-        return logits
+        mask = mask_of(observation)
+        return logits if mask is None else logits.masked_fill(~mask, -float("inf"))
 
     def all_values(self, observation: Tree) -> Tensor:
         """What every critic says of every action: `[2, ..., A]`."""
@@ -211,12 +211,11 @@ class DiscreteSAC(SAC):
         return (logits.softmax(-1) * values).sum(-1), categorical_entropy(logits)
 
     def target_of(self, observation: Tree) -> Tensor:
-        """With a mask and no target of one's own the same share of the largest entropy there is."""
-        if self.config.target_entropy is not None or not (
-            isinstance(observation, dict) and "action_mask" in observation
-        ):
+        """With a mask the same share of the largest entropy there is."""
+        mask = mask_of(observation)
+        if mask is None:
             return self.target_entropy
-        largest = observation["action_mask"].sum(-1).clamp(min=1).to(self.target_entropy.dtype).log()
+        largest = mask.sum(-1).clamp(min=1).to(self.target_entropy.dtype).log()
         return self.target_entropy * largest / math.log(max(self.num_actions, 2))
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:

@@ -301,9 +301,9 @@ class _Atoms(nn.Module):
         logits = self.net(*observation).unflatten(-1, (self.num_atoms, -1))
         if mask is None:
             return logits.log_softmax(-2)
-        is_lowest = torch.arange(self.num_atoms, device=logits.device) == 0
-        certain = torch.where(is_lowest, 0.0, torch.finfo(logits.dtype).min).unsqueeze(-1)
-        return torch.where(mask.unsqueeze(-2), logits.log_softmax(-2), certain)
+        others = torch.arange(self.num_atoms, device=logits.device).unsqueeze(-1) > 0
+        lowest = torch.zeros_like(logits).masked_fill(others, torch.finfo(logits.dtype).min)
+        return torch.where(mask.unsqueeze(-2), logits.log_softmax(-2), lowest)
 
 
 Maker = Callable[[_Builder, Callable[..., Any]], Parts]

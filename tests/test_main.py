@@ -169,6 +169,9 @@ def test_a_population_names_its_best_member(call: Call):
             "that divides one of them, e.g. algo.learner.num_minibatches=4.",
         ),
         (["algo.agent.recurrent=4", "num_envs=6"], "num_envs=6 per rank cannot be dealt to num_minibatches=4; use a"),
+        (["algo=dqn", "algo.agent.target_interval=0"], "algo.agent.target_interval=0 must lie from 1 to inf."),
+        (["algo=qr_dqn", "algo.agent.num_quantiles=0"], "algo.agent.num_quantiles=0 must lie from 1 to inf."),
+        (["algo=td3", "algo.agent.target_noise_clip=-1"], "algo.agent.target_noise_clip=-1 must lie from 0 to inf."),
         (["device=tpu"], "device=tpu is not known; use cpu, cuda or cuda:INDEX."),
         (["device=cuda:x"], "device=cuda:x is not known; use cpu, cuda or cuda:INDEX."),
         (["device=cuda:99"], "device=cuda:99: "),
@@ -199,6 +202,30 @@ def test_without_cuda_device_cuda_is_refused(call: Call):
     assert error_of(call("train", *SMALL, "device=cuda")) == (
         "device=cuda: PyTorch sees no CUDA device here; use device=cpu."
     )
+
+
+def test_a_resumed_run_knows_the_settings_of_its_agent_and_loss(call: Call, tmp_path: Path):
+    small = [item for item in SMALL if not item.startswith("algo.agent")]
+    assert call("train", *small, "loss=DQNLoss", "algo.replay.min_size=16", "run_dir=run")[0] == 0
+    for setting, told in (
+        ("algo.replay.capacity=50", "algo.replay.capacity=50 cannot change: run has 100000;"),
+        ("algo.agent.num_atoms=3", "algo.agent.num_atoms=3 cannot change: run has 51;"),
+        ("loss=DiscreteSACLoss", "algo.agent.loss=DiscreteSACLoss cannot change: run has DQNLoss;"),
+        ("algo=dqn", "algo.name=dqn cannot change: run has torchrl;"),
+    ):
+        assert error_of(call("train", "resume=run", setting)).startswith(told)
+    assert error_of(call("train", "resume='run'", "algo.replay.capacity=50")).startswith("algo.replay.capacity=50 can")
+    more = "algo.replay.host=true", f"total_env_steps={2 * 64}", "logger.console=false"
+    assert call("train", "resume=run", "loss=DQNLoss", *more)[0] == 0
+
+
+def test_so_does_one_of_the_user_s_agent_and_environment(call: Call):
+    small = [item for item in SMALL if not item.startswith("algo.agent")]
+    files = f"algo={AGENT_FILE}:MyAgent", f"env={ENV_FILE}:MyEnv"
+    assert call("train", *small, *files, "run_dir=run")[0] == 0
+    told = error_of(call("train", "resume=run", "algo.unroll_length=3"))
+    assert told.startswith("algo.unroll_length=3 cannot change: run has 8;")
+    assert call("train", "resume=run", "total_env_steps=128", "logger.console=false")[0] == 0
 
 
 def test_settings_that_failed_can_be_repaired_in_the_same_folder(call: Call):

@@ -18,12 +18,12 @@ def lead_of(spec: EnvSpec, group: str | None, num_envs: int) -> tuple[int, ...]:
 def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
     """Actions drawn uniformly from those that spec and action mask allow, one row per key `[B, 3]`."""
     if spec.groups is None:
-        return _draw(spec.action, (keys.shape[0],), _mask_of(observation), keys)
+        return _draw(spec.action, (keys.shape[0],), mask_of(observation), keys)
     return {
         group: _draw(
             spec.action[group],
             lead_of(spec, group, keys.shape[0]),
-            _mask_of(observation[group]),
+            mask_of(observation[group]),
             random.fold_in(keys, i),
         )
         for i, group in enumerate(spec.groups)
@@ -32,7 +32,7 @@ def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
 
 def any_allowed(num_actions: int, observation: Tree, words: Tensor) -> Tensor:
     """One of the discrete actions `[...]` that the observation's action mask allows, if it has one, by random words."""
-    mask = _mask_of(observation)
+    mask = mask_of(observation)
     if mask is None:
         return random.to_integer(words, num_actions)
     upto = mask.cumsum(-1)
@@ -46,7 +46,7 @@ def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
         owners = {f"[{group!r}]": (spec.action[group], observation[group]) for group in spec.groups}
     found = []
     for name, (action, own) in owners.items():
-        mask = _mask_of(own)
+        mask = mask_of(own)
         if mask is None:
             continue
         parts = mask.split(list(action.nvec) if isinstance(action, MultiDiscrete) else mask.shape[-1], -1)
@@ -57,7 +57,8 @@ def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
     return found
 
 
-def _mask_of(observation: Tree) -> Tensor | None:
+def mask_of(observation: Tree) -> Tensor | None:
+    """The `action_mask` of an observation, if it has one."""
     return observation.get("action_mask") if isinstance(observation, dict) else None
 
 

@@ -199,8 +199,9 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
       ConfigError: for anything that does not exist or does not fit.
     """
     overrides = [item for each in overrides for item in _expanded(each)]
-    custom = {_key(item): item for item in overrides if _names_file(item)}
-    plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in _with_groups(overrides)]
+    grouped = _with_groups(overrides)
+    custom = {_key(item): item for item in grouped if _names_file(item)}
+    plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in grouped]
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
@@ -366,7 +367,7 @@ def _register() -> None:
 def _with_groups(overrides: Sequence[str]) -> list[str]:
     """With loop, agent and environment of the run that is resumed, so that their settings are known."""
     given = {_key(item): item.partition("=")[2] for item in overrides}
-    path = Path(given.get("resume", ""), "config.yaml")
+    path = Path(given.get("resume", "").strip("'\""), "config.yaml")
     if "resume" not in given or "experiment" in given or not path.is_file():
         return list(overrides)
     try:
@@ -376,8 +377,8 @@ def _with_groups(overrides: Sequence[str]) -> list[str]:
             names["loss"] = settings["algo"]["agent"]["loss"]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return list(overrides)  # it is refused later, with the reason
-    mine = [f"{group}={name}" for group, name in names.items() if group not in given and name in choices(group)]
-    return mine + list(overrides)
+    mine = [f"{group}={name}" for group, name in names.items() if group not in given]
+    return [item for item in mine if _names_file(item) or _known(item)] + list(overrides)
 
 
 def _expanded(override: str) -> list[str]:

@@ -22,6 +22,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -151,7 +152,7 @@ class Compiled:
             self._programs.append(_Program(self._traced, args))
         except Exception as error:
             if self._fallback is None:
-                if any(not frame.filename.startswith((sys.prefix, sys.base_prefix)) for frame in _frames(error)):
+                if isinstance(error, RuntimeError) and any(map(_is_users, _frames(error))):
                     raise CompileError(f"{self._name}: {where(error)}; {_repair(error)}.") from error
                 raise
             with torch.no_grad():
@@ -183,6 +184,11 @@ def _frames(error: Exception) -> list[traceback.FrameSummary]:
     """Those that are neither PyTorch's nor ours."""
     own = [f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, sys.modules["torchpod"])]
     return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(tuple(own))]
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether it is in a file that was neither installed nor generated."""
+    return not frame.filename.startswith((sys.prefix, sys.base_prefix, cache_dir(), "<"))
 
 
 def _repair(error: Exception) -> str:

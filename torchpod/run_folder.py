@@ -78,6 +78,7 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
     """
     settings, given = read_config(source).to_dict(), config.to_dict()
     names = {"experiment": "experiment_name", "algo": "algo.name", "env": "env.name", "loop": "loop.name"}
+    names |= {"loss": "algo.agent.loss"}
     for key in config.given:
         *path, name = names.get(key, key).split(".")
         old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))

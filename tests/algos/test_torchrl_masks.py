@@ -40,6 +40,23 @@ def test_what_is_forbidden_is_not_done(seed, loss, explore):
     assert output.action.unique().numel() == 4
 
 
+def test_what_is_forbidden_is_not_done_where_all_is_worth_the_least(seed):
+    """In float64, too, of which the lowest number is beyond a float32."""
+    agent = make("DistributionalDQNLoss", seed).double()
+    params, buffers = variables_of(agent)
+    for name, value in params.items():
+        if name.endswith("bias") and value.shape[-1] == 51 * 4:
+            params[name] = value + 1000.0 * (torch.arange(51 * 4) < 4)  # of the lowest atom
+    mask = torch.arange(4) == torch.randint(4, (B, 1), generator=torch.Generator().manual_seed(seed))
+    zero = torch.zeros(B)
+    x = torch.randn(B, 3, dtype=torch.float64)
+    timestep = TimeStep(zero.int() + MID, zero, zero, {"x": x, "action_mask": mask}, {})
+    keys = random.split(random.key(seed), B)
+    with torch.no_grad():
+        output, _ = bind(agent, params | buffers).act(timestep, (), keys, explore=False)
+    assert torch.equal(output.action, mask.int().argmax(-1))
+
+
 @pytest.mark.parametrize("loss", ["DQNLoss", "DistributionalDQNLoss"])
 def test_targets_do_not_take_what_is_forbidden(seed, loss):
     """The values of an action that nobody may take are changed, and nothing else is."""

@@ -1,5 +1,6 @@
 """Observations that are stacks of frames: only the newest is kept, and samples are to the bit what was seen."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchpod import checkpoint, random
 from torchpod.compile import Compiler
 from torchpod.distributed import ALONE
-from torchpod.replay import ReplayBuffer, ReplayConfig
+from torchpod.replay import ReplayBuffer, ReplayConfig, memory
 from torchpod.replay.segments import Segments
 from torchpod.types import FIRST, LAST, MID, ActorOutput, TimeStep, Trajectory
 
@@ -192,3 +193,16 @@ def test_the_first_observation_of_a_run_repeats_a_frame(seed):
 def test_a_ring_without_frames_is_refused():
     with pytest.raises(ValueError, match="frame_stack=0 must be at least 1"):
         make(0)
+
+
+def test_the_capacity_that_is_advised_fits(seed, monkeypatch):
+    """With the frames that are kept beyond it."""
+    trajectory = next(films(seed, 1))
+    config = ReplayConfig(capacity=4000, min_size=1, frame_stack=K)
+    size = {"num_envs": B, "unroll_length": T, "length": 1, "sequences": False}
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: (2000 * 33 / 0.9, "cpu"))
+    with pytest.raises(ValueError, match="use at most algo.replay.capacity=") as refused:
+        ReplayBuffer(config, **size).insert(trajectory, torch.tensor(0), ())
+    fitting = int(str(refused.value).rstrip(".").rpartition("=")[2])
+    assert 1000 < fitting < 4000
+    ReplayBuffer(replace(config, capacity=fitting), **size).insert(trajectory, torch.tensor(0), ())

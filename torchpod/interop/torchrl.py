@@ -30,7 +30,7 @@ from torchrl.modules.value_norm import ValueNorm
 from torchrl.objectives import KLPENPPOLoss, LossModule
 
 from torchpod import random
-from torchpod.actions import any_allowed
+from torchpod.actions import any_allowed, mask_of
 from torchpod.agent import Agent, Bound
 from torchpod.interop.fit import Fit
 from torchpod.interop.keyed import Keyed, NothingElseDraws
@@ -325,7 +325,8 @@ class LossAgent(Agent):
             out = self._actor(self.variables(), data)
         action = out.get("action")
         if self._one_hot is not None:
-            action = action.to(torch.int64).argmax(-1)
+            mask = mask_of(timestep.observation)  # of equal values all are marked
+            action = (action != 0 if mask is None else (action != 0) & mask).to(torch.int64).argmax(-1)
         if explore and self._explores:
             action = self._explored(action, timestep.observation, random.fold_in(keys, 1))
         return ActorOutput(action, {name: out.get(name) for name in self._extras}), ()

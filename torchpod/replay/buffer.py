@@ -367,7 +367,7 @@ class ReplayBuffer:
         free, where = memory.free_bytes(device, host, folder)
         if needed > 0.9 * free:
             per_step = needed / (self.num_slots * self.num_envs)
-            rounding = (self.slack + 1) * self.unroll_length * self.num_envs
+            rounding = (self.slack + self.history + 1) * self.unroll_length * self.num_envs
             fitting = (int(0.9 * free / per_step) - rounding) * self._num_ranks
             raise ValueError(
                 f"algo.replay.capacity={self.config.capacity} takes {needed / 2**30:.1f} GiB, {per_step:,.0f} bytes "
