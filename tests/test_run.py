@@ -264,7 +264,7 @@ def test_a_run_on_an_own_environment_goes_on_from_any_folder(tmp_path: Path, mon
     assert execute(load(more)).summary["env_steps"] > 0
     (tmp_path / "one" / "my_env.py").rename(tmp_path / "moved" / "my_env.py")
     more[1] = f"total_env_steps={3 * ITERATION}"
-    with pytest.raises(ConfigError, match=r"give env=PATH\.py:MyEnv with where it is now"):
+    with pytest.raises(ConfigError, match=r"give PATH\.py:MyEnv with where it is now"):
         execute(load(more))
     execute(load([*more, "env=../moved/my_env.py:MyEnv"]))
 

@@ -212,7 +212,7 @@ def slow_n_step(reward, discount, is_last, g):
 def test_n_step_adds_up_rewards_until_the_episode_ends(seed, length):
     """Terminations and truncations anywhere, also at the end; several in a window, as LAST, FIRST, ..., LAST."""
     rng = np.random.default_rng(seed)
-    size = 200
+    size = 1000
     is_last = rng.random((length, size)) < 0.25
     discount = np.where(is_last & (rng.random((length, size)) < 0.5), 0.0, 1.0)
     reward = rng.normal(size=(length, size))

@@ -34,7 +34,8 @@ def require(condition: bool | Tensor, rule: str) -> None:
 def require_no_reading(error: Exception) -> None:
     """Raises the rule if `error` is torch's about code of the user's that reads a tensor, with where that stands."""
     known = {"torch", "torchpod", *sys.stdlib_module_names}
-    frames = list(traceback.walk_tb(error.__traceback__))
+    raised = error.__cause__ or error  # a CompileError's is torch's own
+    frames = list(traceback.walk_tb(raised.__traceback__))
     own = [(f.f_code, i) for f, i in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in known]
     for said, (what, repair) in _READS.items():
         if said in str(error) and own:
