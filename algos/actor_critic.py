@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchpod.actions import mask_of
 from torchpod.agent import Agent
 from torchpod.nets import CELLS, Encoder, ObservationNormalizer, RunningMoments, choose_torso, make_head, orthogonal
 from torchpod.nets.nets import STATE
@@ -188,7 +189,7 @@ class ActorCritic(Agent):
 
     def _heads(self, features: Tensor, observation: Tree) -> tuple[Tensor, Tensor]:
         value_features = features if self.value_encoder is None else self.value_encoder(observation)
-        policy = self.policy(features)
-        if isinstance(observation, dict) and "action_mask" in observation:
-            policy = policy.masked_fill(~observation["action_mask"], -float("inf"))
+        policy, mask = self.policy(features), mask_of(observation)
+        if mask is not None:
+            policy = policy.masked_fill(~mask, -float("inf"))
         return policy, self.value(value_features).squeeze(-1)

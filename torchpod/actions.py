@@ -1,4 +1,4 @@
-"""Random actions, with which agents explore and tests, pictures and benchmarks play; and masks that leave none."""
+"""Random actions, with which agents explore and tests, pictures and benchmarks play; and what is no action."""
 
 import math
 
@@ -37,6 +37,16 @@ def any_allowed(num_actions: int, observation: Tree, words: Tensor) -> Tensor:
         return random.to_integer(words, num_actions)
     upto = mask.cumsum(-1)
     return (upto <= random.to_integer(words, upto[..., -1]).unsqueeze(-1)).sum(-1)
+
+
+def require_finite(action: Tensor, what: str) -> None:
+    """Raises `ValueError` for NaN and infinity in actions `[B, ...]` on the CPU; `what` says who takes what."""
+    finite = action.isfinite().reshape(action.shape[0], -1).all(-1)
+    if not finite.all():
+        row = int(finite.int().argmin())
+        raise ValueError(
+            f"{what}, and that of environment {row} is {action[row].tolist()}; look for NaN in the policy."
+        )
 
 
 def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:

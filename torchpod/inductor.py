@@ -5,13 +5,9 @@ Below `Compiler` in compile.py, which is what the loops use.
 
 import contextlib
 import importlib
-import os
-import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,13 +18,12 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from torchpod import cpu_scan, mlp
+from torchpod import blame, cpu_scan, mlp
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.quicker import rare_collections
@@ -152,7 +147,7 @@ class Compiled:
             self._programs.append(_Program(self._traced, args))
         except Exception as error:
             if self._fallback is None:
-                if isinstance(error, RuntimeError) and any(map(_is_users, _frames(error))):
+                if isinstance(error, RuntimeError) and any(frame.is_users for frame in blame.frames(error)):
                     raise CompileError(f"{self._name}: {where(error)}; {_repair(error)}.") from error
                 raise
             with torch.no_grad():
@@ -174,21 +169,10 @@ class Compiled:
 
 def where(error: Exception) -> str:
     """The line of a library or of the user's at which tracing ended, and the error."""
-    frames, told = _frames(error), str(error).strip().split("\n")[0]
+    frames, told = blame.frames(error), str(error).strip().split("\n")[0]
     if not frames:
         return told
-    return f"{frames[-1].filename}:{frames[-1].lineno}, `{frames[-1].line}`, does not compile ({told})"
-
-
-def _frames(error: Exception) -> list[traceback.FrameSummary]:
-    """Those that are neither PyTorch's nor ours."""
-    own = [f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, sys.modules["torchpod"])]
-    return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(tuple(own))]
-
-
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    """Whether it is in a file that was neither installed nor generated."""
-    return not frame.filename.startswith((sys.prefix, sys.base_prefix, cache_dir(), "<"))
+    return f"{frames[-1].code.co_filename}:{frames[-1].line}, `{frames[-1].text}`, does not compile ({told})"
 
 
 def _repair(error: Exception) -> str:

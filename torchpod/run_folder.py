@@ -77,8 +77,8 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
       ConfigError: for any other setting that was given and differs.
     """
     settings, given = read_config(source).to_dict(), config.to_dict()
-    names = {"experiment": "experiment_name", "algo": "algo.name", "env": "env.name", "loop": "loop.name"}
-    names |= {"loss": "algo.agent.loss"}
+    names = {"experiment": "experiment_name", "loss": "algo.agent.loss"}
+    names |= {group: f"{group}.name" for group in ("algo", "env", "loop")}
     for key in config.given:
         *path, name = names.get(key, key).split(".")
         old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))

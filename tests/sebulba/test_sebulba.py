@@ -317,7 +317,9 @@ class ByThread(collections.defaultdict):
         self[threading.current_thread().name].append(x)
 
 
-def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, monkeypatch):
+@pytest.fixture
+def happened(monkeypatch) -> ByThread:
+    """The ranges of every thread: a name, and "end"."""
     happened = ByThread(list)
 
     @contextlib.contextmanager
@@ -326,9 +328,13 @@ def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, monkeyp
         yield
         happened.append("end")
 
-    program = Program(sebulba := make(SebulbaConfig(num_actor_threads=1, lag=0), iterations=1), sebulba.init(seed))
     monkeypatch.setattr("torchpod.compile._PROFILE", True)
     monkeypatch.setattr(torch.profiler, "record_function", record)
+    return happened
+
+
+def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, happened):
+    program = Program(sebulba := make(SebulbaConfig(num_actor_threads=1, lag=0), iterations=1), sebulba.init(seed))
     program.begin()
     try:
         program()
@@ -338,17 +344,7 @@ def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, monkeyp
     assert happened["torchpod-actor-0"][: T * len(step)] == T * step
 
 
-def test_profilers_see_what_every_thread_does(seed, monkeypatch):
-    happened = ByThread(list)
-
-    @contextlib.contextmanager
-    def record(name):
-        happened.append(name)
-        yield
-        happened.append("end")
-
-    monkeypatch.setattr("torchpod.compile._PROFILE", True)
-    monkeypatch.setattr(torch.profiler, "record_function", record)
+def test_profilers_see_what_every_thread_does(seed, happened, monkeypatch):
     three_iterations(seed, monkeypatch, happened, num_actor_threads=2, pools_per_actor=2)
     for k in range(2):
         pools, unroll = (2 * k, 2 * k + 1), []

@@ -13,6 +13,7 @@ from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, Tens
 from torchrl.envs import EnvBase
 
 from torchpod import random
+from torchpod.actions import require_finite
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv, where
 from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
@@ -177,12 +178,8 @@ class TorchRLEnv(EnvBase):
                     f"{name} takes integers from 0 to {(num - 1).tolist()} as 'action', and these are from "
                     f"{action.min()} to {action.max()}; let the policy choose among so many."
                 )
-        elif not (finite := action.isfinite().reshape(expected[0], -1).all(-1)).all():
-            row = int(finite.int().argmin())
-            raise ValueError(
-                f"{name} takes finite numbers as 'action', and that of environment {row} is {action[row].tolist()}; "
-                "look for NaN in the policy."
-            )
+        else:
+            require_finite(action, f"{name} takes finite numbers as 'action'")
         return action
 
 

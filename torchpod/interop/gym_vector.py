@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import require_finite
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS
@@ -140,13 +141,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         space = self.single_action_space
         if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
             floats = np.ascontiguousarray(array, space.dtype)
-            finite = np.isfinite(floats).reshape(self.num_envs, -1).all(-1)
-            if not finite.all():
-                row = finite.argmin()
-                raise ValueError(
-                    f"{name} takes finite numbers as actions, and that of environment {row} is {array[row].tolist()}; "
-                    "look for NaN in the policy."
-                )
+            require_finite(torch.from_numpy(floats), f"{name} takes finite numbers as actions")
             return floats
         num = space.n if isinstance(space, spaces.Discrete) else space.nvec
         if array.dtype.kind not in "iu" or array.min() < 0 or (array >= num).any():

@@ -13,14 +13,14 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.replay import memory, sum_tree
+from torchpod.replay import frames, memory, sum_tree
 from torchpod.trees import reader
 from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory, Tree
 
@@ -51,9 +51,8 @@ class ReplayConfig:
     folder: str | None = None
     """Keep what is stored in memory-mapped files there, for more than fits into memory; on a CPU. None: in memory."""
     frame_stack: int = 1
-    """Frames that an observation `[..., C]` holds side by side in its last axis, the newest last. That one is kept, and
-    samples are put together again, to the same bits: an observation goes on from the one before it, or repeats one
-    frame."""
+    """Frames that an observation `[..., C]` holds side by side in its last axis. The newest is kept, and samples are
+    put together again, to the same bits (frames.py)."""
 
 
 class Priorities(NamedTuple):
@@ -261,22 +260,18 @@ class ReplayBuffer:
 
     def _windows(self, storage: Tree, first: Tensor, env: Tensor) -> Trajectory:
         """The trajectories that begin in slots `first` `[K]` of environments `env` `[K]`."""
-        steps = torch.arange(self.length + 1, device=first.device)[:, None]
-        index = (first + steps) % self.num_slots * self.num_envs + env  # [L + 1, K]
+        slot = (first + torch.arange(self.length + 1, device=first.device)[:, None]) % self.num_slots
+        index = slot * self.num_envs + env  # [L + 1, K]
 
         def rows(tree: Tree, index: Tensor) -> Tree:
             return pytree.tree_map(lambda x: x.flatten(0, 1)[index], tree)
 
-        timestep, output = rows(storage["timestep"], index), rows(storage["output"], index[:-1])
-        if self.config.frame_stack > 1:
-            goes_on = storage["timestep"]["goes_on"].flatten()
-            sources, going = [(first + steps) % self.num_slots], timestep.pop("goes_on") | True
-            for _ in range(self.config.frame_stack - 1):
-                before = (sources[0] - 1) % self.num_slots
-                going = going & goes_on[before * self.num_envs + env]
-                sources.insert(0, torch.where(going, before, sources[0]))
-            frames = storage["timestep"]["observation"].flatten(0, 1)[torch.stack(sources) * self.num_envs + env]
-            timestep["observation"] = frames.movedim(0, -2).flatten(-2)
+        kept, stacks, count = dict(storage["timestep"]), {}, self.config.frame_stack
+        if count > 1:
+            newest, goes_on = kept.pop("observation"), kept.pop("goes_on")
+            stacks["observation"] = frames.together(newest, goes_on, slot, env, count)
+        timestep = rows(kept, index) | stacks
+        output = rows(storage["output"], index[:-1])
         begun = first // self.unroll_length * self.num_envs + env
         return Trajectory(
             TimeStep(**timestep, extras={}), ActorOutput(**output), rows(storage["actor_state"], begun), ()
@@ -306,43 +301,15 @@ class ReplayBuffer:
         t, out = trajectory.timestep, trajectory.output
         steps = {name: x for name, x in t._asdict().items() if name != "extras"}
         if self.config.frame_stack > 1:
-            steps |= self._frames(t.observation)
+            steps |= frames.apart(t.observation, self.config.frame_stack, self.axis)
         begun = trajectory.actor_state if self.sequences else ()
         begun = pytree.tree_map(lambda x: x.unsqueeze(self.axis), begun)
         return {"timestep": steps, "output": {"action": out.action, "extras": out.extras}, "actor_state": begun}
 
-    def _frames(self, observation: Tree) -> dict[str, Tensor]:
-        """The newest frames, and whether the steps after them go on from there."""
-        count = self.config.frame_stack
-        if not isinstance(observation, Tensor) or observation.shape[-1] % count or observation.dim() < self.axis + 3:
-            found = pytree.tree_map(lambda x: list(x.shape[self.axis + 2 :]), observation)
-            raise ValueError(
-                f"algo.replay.frame_stack={count} takes one observation whose last axis holds {count} frames, and this "
-                f"one is {found}; set it to the environment's own, or to 1."
-            )
-        each, num = observation.shape[-1] // count, observation.shape[self.axis] - 1
-        older, newer = observation[..., :-each], observation[..., each:]
-        same = older.narrow(self.axis, 1, num) == newer.narrow(self.axis, 0, num)
-        return {"observation": observation[..., -each:], "goes_on": same.flatten(self.axis + 2).all(-1)}
-
     def _check_frames(self, trajectory: Trajectory, given: dict[str, Tree], *, begins: bool) -> None:
-        """Raises `ValueError` for observations that could not be put together again; the first only if it `begins`."""
-        count = self.config.frame_stack
-        if count == 1:
-            return
-        observation, steps = trajectory.timestep.observation, given["timestep"]
-        assert isinstance(observation, Tensor) and isinstance(steps, dict)
-        repeated = steps["observation"].repeat(*[1] * (observation.dim() - 1), count)
-        fine = (observation == repeated).flatten(self.axis + 2).all(-1)
-        fine.narrow(self.axis, 1, fine.shape[self.axis] - 1).logical_or_(steps["goes_on"])
-        if not begins:
-            fine.narrow(self.axis, 0, 1).fill_(True)
-        if not fine.all():
-            *_, step, env = (~fine).nonzero()[0].tolist()
-            raise ValueError(
-                f"algo.replay.frame_stack={count}: the observation of environment {env} in step {step} is no stack of "
-                f"{count} frames that goes on from the one before or repeats one frame; set it to 1."
-            )
+        if self.config.frame_stack > 1:
+            observation, parts = trajectory.timestep.observation, cast(dict[str, Tensor], given["timestep"])
+            frames.check(observation, parts, self.config.frame_stack, self.axis, begins=begins)
 
     def _write(self, to: Tensor, x: Tensor, unroll: int | Tensor) -> None:
         """The slots of an unroll."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.actions import lead_of
+from torchpod.actions import lead_of, mask_of
 from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.env import Env
 from torchpod.learner import weight_of, weights_of
@@ -223,8 +223,8 @@ def _check_action(spec: EnvSpec, action: Tree, timestep: TimeStep, size: int) ->
             )
             one, seen, wanted, name = action[group], observation[group], spec.action[group], f"action[{group!r}]"
         require_spec(one, _unbounded(wanted), lead_of(spec, group, size), device, name)
-        if isinstance(seen, dict) and "action_mask" in seen:
-            allowed = seen["action_mask"].gather(-1, one[..., None])
+        if (mask := mask_of(seen)) is not None:
+            allowed = mask.gather(-1, one[..., None])
             require(allowed.all(), f"{name} must be one that the action_mask allows.")
 
 

@@ -1,7 +1,5 @@
 """What both conformance tests need: the error, and comparison of trees."""
 
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchpod import blame
 from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.types import Tree
 
@@ -33,10 +32,8 @@ def require(condition: bool | Tensor, rule: str) -> None:
 
 def require_no_reading(error: Exception) -> None:
     """Raises the rule if `error` is torch's about code of the user's that reads a tensor, with where that stands."""
-    known = {"torch", "torchpod", *sys.stdlib_module_names}
     raised = error.__cause__ or error  # a CompileError's is torch's own
-    frames = list(traceback.walk_tb(raised.__traceback__))
-    own = [(f.f_code, i) for f, i in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in known]
+    own = [frame for frame in blame.frames(raised) if frame.is_users]
     for said, (what, repair) in _READS.items():
         if said in str(error) and own:
             code, line = own[-1]
