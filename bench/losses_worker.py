@@ -68,8 +68,8 @@ def ours(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Call
     state = learner.init(*variables_of(agent))
     with torch.no_grad():
         batch = agent.prepare(trajectory, keys)
-    minibatches = learner._standardise_one(*learner._deal_one(batch, keys))
-    chunks = learner._cut(minibatches)
+    minibatches = learner._standardise_one(*learner._deal_one(batch, keys, torch.tensor(0)))
+    chunks, num_chunks = learner._cut(minibatches), learner._num_chunks(minibatches.steps, dealt=True)
     root, count, first = random.key(seed), 0, pytree.tree_map(torch.clone, state)
 
     def update() -> Tensor:
@@ -78,7 +78,8 @@ def ours(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Call
         if count % BEGUN_AGAIN == 0:
             state = pytree.tree_map(torch.clone, first)
         key = random.at(root, count)
-        state, metrics, _ = learner._steps(state, chunks, (key,), *learner._before_chunks(state, chunks, key))
+        begin = learner._begin(state, num_chunks, key, lambda: minibatches)
+        state, metrics, _ = learner._steps(state, chunks, (key,), *begin)
         state = state._replace(buffers=buffers | state.buffers)
         return metrics[0]
 

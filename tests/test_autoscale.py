@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from torchpod import autoscale
@@ -18,7 +19,8 @@ from torchpod.probe import Answer
 
 def test_chunks_begin_where_those_of_the_learner_do():
     learner = Learner(PPO(CartPole().spec), LearnerConfig(), num_iterations=1)
-    assert learner._num_chunks(8 * autoscale._CPU_CHUNK, 2**14, "cpu") == 8
+    rows = torch.ones(learner.config.num_minibatches, 8 * autoscale._CPU_CHUNK)
+    assert learner._num_chunks({"weight": rows}, dealt=True) == 8
 
 
 class TestFile:

@@ -16,20 +16,23 @@ namespace {
 // Inductor's entry point: takes over the inputs, gives away the outputs. Python's lock is held when it is called.
 typedef void (*Program)(AtenTensorHandle* inputs, AtenTensorHandle* outputs);
 
-// A call, with numbers of tensors. Input ~i is tensor i, which nobody needs afterwards.
+// A call, with numbers of tensors. Input ~i is tensor i, which nobody needs afterwards. Without a program, a view of its
+// input: offset, sizes, strides.
 struct Call {
   Program program;
   int64_t num_inputs;
   const int64_t* inputs;
   int64_t num_outputs;
   const int64_t* outputs;
+  int64_t num_axes;
+  const int64_t* view;
 };
 
 // Where an output of each call goes: `pieces` pieces of `bytes` each, `piece_stride` apart, and `call_stride` further
-// for each call.
+// for each call. Before that of the first call goes argument `first`, if it is not negative.
 struct Stack {
   char* to;
-  int64_t output, pieces, bytes, piece_stride, call_stride;
+  int64_t output, first, pieces, bytes, piece_stride, call_stride;
 };
 
 AtenTensorHandle another(AtenTensorHandle tensor) {
@@ -41,6 +44,14 @@ AtenTensorHandle another(AtenTensorHandle tensor) {
 void drop(AtenTensorHandle& tensor) {
   if (tensor) aoti_torch_delete_tensor_object(tensor);
   tensor = nullptr;
+}
+
+AtenTensorHandle view_of(AtenTensorHandle tensor, const Call& call) {
+  AtenTensorHandle made;
+  const int64_t *sizes = call.view + 1, *strides = sizes + call.num_axes;
+  if (aoti_torch__reinterpret_tensor(tensor, call.num_axes, sizes, strides, call.view[0], &made))
+    throw std::runtime_error("a tensor has no such view");
+  return made;
 }
 
 // Outputs that are one tensor come as one handle: gives each its own.
@@ -56,9 +67,9 @@ void part(std::vector<AtenTensorHandle>& outputs) {
     if (twin[i] < size) outputs[i] = another(outputs[twin[i]]);
 }
 
-void copy(const Stack& stack, AtenTensorHandle output, int64_t call) {
+void copy(const Stack& stack, AtenTensorHandle tensor, int64_t call) {
   void* data;
-  if (aoti_torch_get_data_ptr(output, &data)) throw std::runtime_error("an output has no data");
+  if (aoti_torch_get_data_ptr(tensor, &data)) throw std::runtime_error("a tensor to be kept has no data");
   const char* from = static_cast<const char*>(data);
   char* to = stack.to + call * stack.call_stride;
   for (int64_t piece = 0; piece < stack.pieces; piece++)
@@ -84,6 +95,8 @@ extern "C" PyObject* torchpod_call(int64_t num_tensors, PyObject* given, int64_t
     tensors[i] = static_cast<AtenTensorHandle>(PyCapsule_GetPointer(PyList_GET_ITEM(given, i), nullptr));
   std::vector<AtenTensorHandle> inputs, outputs;
   try {
+    for (int64_t i = 0; i < num_stacks; i++)
+      if (stacks[i].first >= 0) copy(stacks[i], tensors[stacks[i].first], -1);
     for (int64_t n = 0; n < num_calls; n++) {
       const Call& call = calls[n];
       inputs.clear();
@@ -93,8 +106,13 @@ extern "C" PyObject* torchpod_call(int64_t num_tensors, PyObject* given, int64_t
         if (number < 0) tensors[~number] = nullptr;
       }
       outputs.assign(call.num_outputs, nullptr);
-      call.program(inputs.data(), outputs.data());
-      part(outputs);
+      if (call.program) {
+        call.program(inputs.data(), outputs.data());
+        part(outputs);
+      } else {
+        outputs[0] = view_of(inputs[0], call);
+        drop(inputs[0]);
+      }
       for (int64_t i = 0; i < num_stacks; i++) copy(stacks[i], outputs[stacks[i].output], n);
       for (int64_t i = 0; i < call.num_outputs; i++) {
         drop(tensors[call.outputs[i]]);

@@ -1,7 +1,7 @@
 """Many calls of compiled programs in one call of C++, on a CPU: see cpu_calls.cpp.
 
 `Unroll` has the steps of an unroll: one of 64 environments takes 35 us, calling it from Python another 15, and stacking
-what it returned another 20. `Recorded` (recorded.py) has the minibatches of an epoch.
+what it returned another 20. `Recorded` (recorded.py) has the epochs of an update.
 """
 
 import ctypes
@@ -49,6 +49,17 @@ class Call(NamedTuple):
     outputs: Sequence[int]
 
 
+class View(NamedTuple):
+    """Numbers of another tensor, where they are in memory."""
+
+    base: int
+    output: int
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+    """From the first number of `base`."""
+
+
 class _Call(ctypes.Structure):
     _fields_ = (
         ("program", ctypes.c_void_p),
@@ -56,13 +67,19 @@ class _Call(ctypes.Structure):
         ("inputs", ctypes.c_void_p),
         ("num_outputs", ctypes.c_int64),
         ("outputs", ctypes.c_void_p),
+        ("num_axes", ctypes.c_int64),
+        ("view", ctypes.c_void_p),
     )
+
+
+def _numbers(call: Call | View) -> list[int]:
+    return [call.base, call.output] if isinstance(call, View) else [*call.inputs, *call.outputs]
 
 
 class _Stack(ctypes.Structure):
     _fields_ = (
         ("to", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("output", "pieces", "bytes", "piece_stride", "call_stride")),
+        *((name, ctypes.c_int64) for name in ("output", "first", "pieces", "bytes", "piece_stride", "call_stride")),
     )
 
 
@@ -75,10 +92,10 @@ class Calls:
       results: numbers of the tensors to return.
     """
 
-    def __init__(self, calls: Sequence[Call], num_given: int, results: Sequence[int]) -> None:
-        used = [i for call in calls for i in (*call.inputs, *call.outputs)]
+    def __init__(self, calls: Sequence[Call | View], num_given: int, results: Sequence[int]) -> None:
+        used = [i for call in calls for i in _numbers(call)]
         num_named = 1 + max([num_given - 1, *results, *used])
-        constants = {id(x): x for call in calls for x in call.entry.constants}
+        constants = {id(x): x for call in calls if isinstance(call, Call) for x in call.entry.constants}
         # Constants come behind the arguments, and before what is made.
         numbers = {key: num_given + i for i, key in enumerate(constants)}
         self._constants, self._arrays = list(constants.values()), {}
@@ -91,15 +108,21 @@ class Calls:
         self._results = (ctypes.c_int64 * len(results))(*moved(results))
         needed = set(self._results)
         for i, call in reversed(list(enumerate(calls))):
-            outputs = moved(call.outputs)
+            if isinstance(call, View):
+                program, view = None, self._array([call.offset, *call.sizes, *call.strides])
+                inputs, outputs = moved([call.base]), moved([call.output])
+            else:
+                program, view = call.entry.address, None
+                inputs, outputs = moved(call.inputs), moved(call.outputs)
+                inputs += [numbers[id(x)] for x in call.entry.constants]
             needed -= set(outputs)
-            inputs = [*moved(call.inputs), *(numbers[id(x)] for x in call.entry.constants)]
             for position, number in reversed(list(enumerate(inputs))):
                 if number not in needed:  # the last to read it takes it
                     needed.add(number)
                     inputs[position] = ~number
+            num_axes = len(call.sizes) if isinstance(call, View) else 0
             self._calls[i] = _Call(
-                call.entry.address, len(inputs), self._array(inputs), len(outputs), self._array(outputs)
+                program, len(inputs), self._array(inputs), len(outputs), self._array(outputs), num_axes, view
             )
         _library()
 
@@ -155,9 +178,8 @@ class Unroll:
         self._entry, self._num_given, self._num_before = entry, len(paths(args)), len(paths(variables))
         self._num_carry = len(before)
         self._by_length: dict[int, Calls] = {}
-        where = {id(x): i for i, x in enumerate(self._outputs)}
-        self._timestep = [where[id(x)] for x in reader(result[0].timestep)(result[0].timestep)]
-        self._read_timestep, self._write_timestep = reader(result[0].timestep), writer(result[0].timestep)
+        self._timestep = [i for i, path in enumerate(paths(result[0])) if path.startswith(".timestep")]
+        self._write_timestep = writer(result[0].timestep)
         self._write = writer(result)
 
     def _calls(self, length: int) -> Calls:
@@ -169,18 +191,17 @@ class Unroll:
         self._by_length[length] = Calls([call] * length, self._num_given, carry)
         return self._by_length[length]
 
-    def run(self, inputs: list[Tensor], timestep: Any, length: int, axis: int) -> tuple[Any, Any, Any]:
+    def run(self, inputs: list[Tensor], length: int, axis: int) -> tuple[Any, Any, Any]:
         """The carry after `length` calls, the timesteps of all carries, and the outputs, along `axis`.
 
         Args:
           inputs: tensors of the arguments of the first call.
-          timestep: in the carry of the first call.
           length: T.
           axis: of time.
         """
         stacks, timesteps, outputs = [], [], []
-        for index, first in zip(self._timestep, self._read_timestep(timestep), strict=True):
-            stacks.append(self._stack(index, length, axis, first))
+        for index in self._timestep:
+            stacks.append(self._stack(index, length, axis, first=self._num_before + index))
             timesteps.append(stacks[-1][0])
         for index in range(self._num_carry, len(self._outputs)):
             stacks.append(self._stack(index, length, axis))
@@ -189,16 +210,16 @@ class Unroll:
         carry, outputs = self._write([*carry, *outputs])
         return carry, self._write_timestep(timesteps), outputs
 
-    def _stack(self, index: int, length: int, axis: int, first: Tensor | None = None) -> tuple[Tensor, _Stack]:
-        example, slots = self._outputs[index], length + (first is not None)
-        shape = (*example.shape[:axis], slots, *example.shape[axis:])
+    def _stack(self, index: int, length: int, axis: int, first: int = -1) -> tuple[Tensor, _Stack]:
+        """Room for an output of all calls, behind argument `first` if there is one."""
+        example, before = self._outputs[index], int(first >= 0)
+        shape = (*example.shape[:axis], length + before, *example.shape[axis:])
         stack = torch.empty(shape, dtype=example.dtype, device=example.device)
         pieces = example.shape[0] if axis else 1
         size = example.numel() * example.element_size() // max(1, pieces)
-        if first is not None:
-            stack.select(axis, 0).copy_(first)
-        to = stack.data_ptr() + (0 if first is None else size)
-        return stack, _Stack(to, index, pieces, size, slots * size, size)
+        return stack, _Stack(
+            stack.data_ptr() + before * size, index, first, pieces, size, (length + before) * size, size
+        )
 
 
 def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -37,14 +37,6 @@ typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
 inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Loose*>(p) = v; }
 
-inline float sum(Vec v) {
-  float parts[LANES];
-  std::memcpy(parts, &v, sizeof v);
-  for (long width = LANES / 2; width; width /= 2)
-    for (long i = 0; i < width; i++) parts[i] += parts[i + width];
-  return parts[0];
-}
-
 // The rational approximation of cpu_kernels.py.
 inline Vec tanh(Vec x) {
   const Vec top = Vec{} + 7.90531110763549805f;
@@ -71,13 +63,15 @@ inline Vec tanh(Vec x) {
 #define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #define UPPER(k) (k & W ? k - W + LANES : k)
 #define LOWER(k) (k & W ? k + LANES : k + W)
+#define OWN(k) (k & W ? k + LANES : k)  // a blend, where `UPPER` is a shuffle
+#define OTHER(k) (k & W ? k - W + LANES : k + W)
 
 // Lane k is the sum of vector k, which is lost.
 template <int W = LANES / 2>
 inline Vec sums(Vec* vectors) {
 #pragma GCC unroll 8
   for (int i = 0; i < W; i++)
-    vectors[i] = SHUFFLE(vectors[i], vectors[i + W], EACH_LANE(UPPER)) + SHUFFLE(vectors[i], vectors[i + W], EACH_LANE(LOWER));
+    vectors[i] = SHUFFLE(vectors[i], vectors[i + W], EACH_LANE(OWN)) + SHUFFLE(vectors[i], vectors[i + W], EACH_LANE(OTHER));
   if constexpr (W > 1) return sums<W / 2>(vectors);
   return vectors[0];
 }
@@ -185,6 +179,19 @@ struct Added {  // out += product
   Vec begin(int r, int v) const { return load(out + r * ld + LANES * v); }
   void end(int r, int v, Vec x) const { store(out + r * ld + LANES * v, x); }
 };
+
+// to[NV * 16] += the sum of the rows
+template <int NV>
+void add_rows(long rows, long ld, const float* from, float* to) {
+  Vec totals[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) totals[v] = load(to + LANES * v);
+  for (long r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) totals[v] += load(from + r * ld + LANES * v);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) store(to + LANES * v, totals[v]);
+}
 
 // --- Inputs that are mostly zero, such as boards of bits ------------------------------------------------------------
 
@@ -298,6 +305,23 @@ void few_rows(long rows, long size, long in, View a, const float* weights, const
   for (long i = 0; i < rows * size; i += LANES) store(y + i, activate(kind, load(y + i)));
 }
 
+// A head of a few outputs: sixteen dot products at a time, of one row after the other.
+void head(long rows, long size, long in, View a, const float* weights, const float* bias, float* out) {
+  for (long begin = 0, r = 0, o = 0; begin < rows * size; begin += LANES) {
+    const long count = std::min(LANES, rows * size - begin);
+    Vec dots[LANES], biases{};
+    for (long j = 0; j < LANES; j++) {
+      dots[j] = Vec{};
+      if (j >= count) continue;
+      for (long i = 0; i < in; i += LANES) dots[j] += load(a.data + r * a.row + i) * load(weights + o * in + i);
+      biases[j] = bias[o];
+      if (++o == size) o = 0, r++;
+    }
+    const Vec y = biases + sums(dots);
+    std::memcpy(out + begin, &y, sizeof(float) * count);
+  }
+}
+
 // --- Networks ------------------------------------------------------------------------------------------------------
 
 struct Network {
@@ -392,12 +416,7 @@ void forward_rows(const Network& net, long begin, long end, const float* x, cons
       const bool last = l == layers - 1;
       const float* bias = weights + in * ld;
       if (last && narrow(size)) {
-        for (long r = 0; r < rows; r++)
-          for (long o = 0; o < size; o++) {
-            Vec total{};
-            for (long i = 0; i < in; i += LANES) total += load(a.data + r * a.row + i) * load(weights + o * in + i);
-            out[(first + r) * size + o] = bias[o] + sum(total);
-          }
+        head(rows, size, in, a, weights, bias, out + first * size);
         break;
       }
       float* y = hidden && !last ? hidden[l] + first * size : own + l % 2 * room;
@@ -440,12 +459,10 @@ void backward_rows(const Network& net, long begin, long end, const float* x, con
       } else {
         product(size, in, rows, View{dz, 1, size}, a, in, Added{dweights[l], in});
       }
-      for (long o = 0; o + LANES <= size; o += LANES) {
-        Vec total = load(dbiases[l] + o);
-        for (long r = 0; r < rows; r++) total += load(dz + r * size + o);
-        store(dbiases[l] + o, total);
-      }
-      for (long o = size / LANES * LANES; o < size; o++)
+      long o = 0;
+      for (; o + 4 * LANES <= size; o += 4 * LANES) add_rows<4>(rows, size, dz + o, dbiases[l] + o);
+      for (; o + LANES <= size; o += LANES) add_rows<1>(rows, size, dz + o, dbiases[l] + o);
+      for (; o < size; o++)
         for (long r = 0; r < rows; r++) dbiases[l][o] += dz[r * size + o];
       if (l) {
         float* before = own + l % 2 * room;

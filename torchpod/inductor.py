@@ -8,7 +8,7 @@ import importlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,20 +31,12 @@ from torchpod.together import in_background, install, loaded
 from torchpod.trees import paths, reader, writer
 
 
-class RecordedCall(NamedTuple):
-    """A program, and the tensors that it took and made."""
-
-    program: "_Program"
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Any, ...]
-
-
 class _Recording(threading.local):
-    calls: list[RecordedCall] | None = None
+    note: Callable[[Entry | None, Sequence[Tensor], Sequence[Any]], None] | None = None
 
 
 RECORDING = _Recording()
-"""Where calls of this thread are noted, if anybody wants to know (recorded.py)."""
+"""Who is told of calls of this thread, a program with the tensors that it took and made (recorded.py)."""
 
 
 class _Ahead(threading.local):
@@ -126,7 +118,7 @@ class Compiled:
             if inputs is not None:
                 if _AHEAD.active and not program.used:
                     return program.write(program.zeros)
-                return program.write(program.run(inputs) if RECORDING.calls is None else program.recorded(inputs))
+                return program.write(program.run(inputs) if RECORDING.note is None else program.recorded(inputs))
         if self.fell_back and self._fallback is not None:
             with torch.no_grad():
                 return self._fallback(*args)
@@ -246,8 +238,8 @@ class _Program(Signature):
         """As `run`, and noted."""
         taken = tuple(inputs)
         outputs = self.run(inputs)
-        assert RECORDING.calls is not None
-        RECORDING.calls.append(RecordedCall(self, taken, tuple(outputs)))
+        assert RECORDING.note is not None
+        RECORDING.note(self.entry, taken, outputs)
         return outputs
 
     def loop(self, args: tuple[Any, ...]) -> Unroll | None:

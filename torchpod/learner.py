@@ -131,12 +131,13 @@ class Learner:
         self._prepare = compiler(self._prepare_one, fall_back=agent.may_fall_back)
         self._deal = compiler(self._deal_one)
         self._standardise = compiler(self._standardise_one)
-        self._deal_alone = compiler(lambda batch, keys: self._standardise_one(*self._deal_one(batch, keys)))
+        self._deal_alone = compiler(lambda *args: self._standardise_one(*self._deal_one(*args)))
         self._gradient = compiler(self._gradient_one, fall_back=agent.may_fall_back)
         self._apply = compiler(self._apply_one)
         self._sum_chunks = compiler.recorded(self._sum_chunks_of)
         # With others, sums over ranks lie between the steps.
-        self._steps = compiler.recorded(self._steps_of) if ranks.world_size == 1 else self._steps_of
+        recorded = compiler.recorded if ranks.world_size == 1 else lambda fn: fn
+        self._steps, self._epochs = recorded(self._steps_of), recorded(self._epochs_of)
         self._has_statistics = any(isinstance(module, RunningMoments) for module in agent.modules())
         self._observe = compiler(self._observe_one)
         self._absorb = compiler(self._absorb_one)
@@ -200,17 +201,15 @@ class Learner:
         loss_keys = random.advance_each(keys[..., 0, :], self.counters_per_update).unbind(-2)
         batch, measured = self._prepare(state.params, buffers, trajectory, keys)
         told = measured if isinstance(measured, dict) else metrics_of(self._told, *of_all(self.ranks, *measured))
-        totals = []
-        for epoch in range(self.config.num_epochs):
-            counter = 1 + epoch * (self.config.num_minibatches + 1)
-            minibatches = self._dealt(batch, random.advance(keys, counter))
-            keys_of_steps = loss_keys[counter + 1 : counter + 1 + self.config.num_minibatches]
-            learning = state._replace(buffers=buffers)
-            stepped, metrics, _ = self._epoch(learning, minibatches, keys_of_steps, sum_gradient)
-            state = stepped._replace(buffers=state.buffers | stepped.buffers)
-            buffers = buffers | stepped.buffers
-            totals += metrics
-        state = self.observe(state, trajectory)
+        deals = self._numbers(state, range(1, self.counters_per_update, self.config.num_minibatches + 1))
+        learning = state._replace(buffers=buffers)
+        if sum_gradient is None:
+            num_chunks = self._num_chunks(batch.steps, dealt=False)
+            begin = self._begin(state, num_chunks, loss_keys[0], lambda: self._dealt(batch, keys, deals[0]))
+            stepped, totals = self._epochs(learning, batch, keys, deals, loss_keys, *begin)
+        else:
+            stepped, totals = self._epochs_of(learning, batch, keys, deals, loss_keys, sum_gradient=sum_gradient)
+        state = self.observe(stepped._replace(buffers=state.buffers | stepped.buffers), trajectory)
         return state, self._named(torch.stack(totals, -1).mean(-1)) | told
 
     def learn(
@@ -230,7 +229,9 @@ class Learner:
         keys_of_steps = random.advance_each(keys, self.config.num_minibatches).unbind(-2)
         learning = state._replace(buffers=self.annealed(state))
         minibatches = self._standardise(minibatches, self.ranks.sum(moments))
-        stepped, metrics, priorities = self._epoch(learning, minibatches, keys_of_steps)
+        num_chunks = self._num_chunks(minibatches.steps, dealt=True)
+        begin = self._begin(state, num_chunks, keys_of_steps[0], lambda: minibatches)
+        stepped, metrics, priorities = self._steps(learning, self._cut(minibatches), keys_of_steps, *begin)
         new = stepped._replace(buffers=state.buffers | stepped.buffers)
         return new, self._named(torch.stack(metrics, -1).mean(-1)), priorities
 
@@ -241,33 +242,45 @@ class Learner:
         sums = self._observe(state.params, self.annealed(state), trajectory)
         return self._absorb(state, {name: self.ranks.sum(x) for name, x in sums.items()})
 
-    def _dealt(self, batch: Batch, keys: Tensor) -> Batch:
-        """Minibatches `[M, ...]` of an epoch, standardised."""
-        if self.ranks.world_size == 1:
-            return self._deal_alone(batch, keys)
-        minibatches, moments = self._deal(batch, keys)
-        return self._standardise(minibatches, self.ranks.sum(moments))
-
-    def _epoch(
+    def _epochs_of(
         self,
         state: LearnerState,
-        minibatches: Batch,
-        keys: Sequence[Tensor],
+        batch: Batch,
+        keys: Tensor,
+        deals: Sequence[Tensor],
+        loss_keys: Sequence[Tensor],
+        numbers: Sequence[Tensor] = (),
+        zeros: tuple[Tensor, ...] = (),
         sum_gradient: SumGradient | None = None,
-    ) -> tuple[LearnerState, list[Tensor], list[Tensor]]:
-        """A step along the gradient of each minibatch `[M, ...]`, standardised; see `_steps_of`."""
-        chunks = self._cut(minibatches)
-        if sum_gradient is None:
-            return self._steps(state, chunks, keys, *self._before_chunks(state, chunks, keys[0]))
-        return self._steps_of(state, chunks, keys, sum_gradient=sum_gradient)
+    ) -> tuple[LearnerState, list[Tensor]]:
+        """All steps, and their metrics; the buffers of the state are those that the loss changed."""
+        m, changed, totals = self.config.num_minibatches, {}, []
+        for epoch, deal in enumerate(deals):
+            first = 2 + epoch * (m + 1)
+            given = self._cut(self._dealt(batch, keys, deal)), loss_keys[first : first + m]
+            if sum_gradient is None:
+                stepped, metrics, _ = self._steps(state, *given, numbers, zeros)
+            else:
+                stepped, metrics, _ = self._steps_of(state, *given, sum_gradient=sum_gradient)
+            changed |= stepped.buffers
+            state = stepped._replace(buffers=state.buffers | changed)
+            totals += metrics
+        return state._replace(buffers=changed), totals
+
+    def _dealt(self, batch: Batch, keys: Tensor, counter: Tensor) -> Batch:
+        """Minibatches `[M, ...]` of an epoch, standardised; `counter` is that of its shuffle."""
+        if self.ranks.world_size == 1:
+            return self._deal_alone(batch, keys, counter)
+        minibatches, moments = self._deal(batch, keys, counter)
+        return self._standardise(minibatches, self.ranks.sum(moments))
 
     def _steps_of(
         self,
         state: LearnerState,
         chunks: list[Batch],
         keys: Sequence[Tensor],
-        counters: Sequence[Tensor] = (),
-        before: tuple[Tensor, ...] = (),
+        numbers: Sequence[Tensor] = (),
+        zeros: tuple[Tensor, ...] = (),
         sum_gradient: SumGradient | None = None,
     ) -> tuple[LearnerState, list[Tensor], list[Tensor]]:
         """A step along the gradient of each minibatch; their metrics, and the priorities of their chunks."""
@@ -278,7 +291,7 @@ class Learner:
             with span("gradient"):
                 if sum_gradient is None:
                     fixed = state.params, state.buffers, state.targets
-                    total, of_rows = self._sum_chunks(*fixed, own, step_keys, counters, before)
+                    total, of_rows = self._sum_chunks(*fixed, own, step_keys, numbers, zeros)
                     priorities += of_rows
                 else:
                     total, self._metric_names = sum_gradient(state, own, step_keys)
@@ -297,31 +310,38 @@ class Learner:
         targets: Variables,
         chunks: list[Batch],
         keys: Tensor,
-        counters: Sequence[Tensor],
+        numbers: Sequence[Tensor],
         total: tuple[Tensor, ...],
     ) -> tuple[Tensor, list[Tensor]]:
         """Gradient and metrics of a minibatch, chunk by chunk, and the priorities of its rows."""
         priorities = []
-        for chunk, counter in zip(chunks, counters, strict=True):
-            flat, of_rows = self._gradient(params, buffers, targets, chunk, keys, counter, total)
+        for chunk, number in zip(chunks, numbers, strict=True):
+            flat, of_rows = self._gradient(params, buffers, targets, chunk, keys, number, total)
             total, priorities = (flat,), [*priorities, *of_rows]
         return total[0], priorities
 
-    def _before_chunks(
-        self, state: LearnerState, chunks: list[Batch], keys: Tensor
-    ) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
-        """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and zeros if there are several."""
-        num_chunks = len(chunks) // self.config.num_minibatches
-        lead, device = state.healthy.shape, state.healthy.device
-        counters = torch.arange(num_chunks, device=device).expand(*lead, -1).unbind(-1)
+    def _begin(
+        self, state: LearnerState, num_chunks: int, keys: Tensor, minibatches: Callable[[], Batch]
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and zeros if there are several.
+
+        How many zeros is learned once, from the gradient of a chunk of `minibatches()`.
+        """
+        numbers, lead = self._numbers(state, range(num_chunks)), state.healthy.shape
         if num_chunks == 1:
-            return counters, ()
+            return numbers, ()
         if self._flat_like is None:
-            first: Any = state.params, state.buffers, state.targets, chunks[0], keys, counters[0], ()
+            chunk = self._cut(minibatches())[0]
+            first: Any = state.params, state.buffers, state.targets, chunk, keys, numbers[0], ()
             flat, _ = self._gradient_one(*(member(first, 0) if lead else first))
             self._flat_like = torch.Size([*lead, *flat.shape]), flat.dtype
         shape, dtype = self._flat_like
-        return counters, (torch.zeros(shape, dtype=dtype, device=device),)
+        return numbers, (torch.zeros(shape, dtype=dtype, device=state.healthy.device),)
+
+    def _numbers(self, state: LearnerState, numbers: range) -> list[Tensor]:
+        """Int64 scalars, of all members."""
+        each = torch.arange(numbers.start, numbers.stop, numbers.step, device=state.healthy.device)
+        return list(each.expand(*state.healthy.shape, -1).unbind(-1))
 
     def _changed(self, metrics: Tensor, buffers: Variables) -> Variables:
         """The buffers that the loss gave new values; as they were if no row counted or a gradient was not finite."""
@@ -410,9 +430,7 @@ class Learner:
     def _cut(self, minibatches: Batch) -> list[Batch]:
         """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
         axis = self._axis + (1 if self.agent.recurrent else 0)  # of rows, or environments, once M is gone
-        weights = [minibatches.steps[name].select(self._axis, 0) for name in weights_of(minibatches.steps)]
-        rows, total = weights[0].shape[axis], max(x.shape[self._axis :].numel() for x in weights)
-        num_chunks = self._num_chunks(total, rows, weights[0].device.type)
+        num_chunks = self._num_chunks(minibatches.steps, dealt=True)
         if self._tree is None:  # made once: batches of one agent are built alike
             self._tree = reader(minibatches), writer(minibatches), len(paths(minibatches.steps))
         read, write, num_steps_tensors = self._tree
@@ -420,20 +438,32 @@ class Learner:
         for i, x in enumerate(read(minibatches)):
             column, own_axis = x.unbind(self._axis), axis if i < num_steps_tensors else self._axis
             if num_chunks > 1:
-                column = [chunk for minibatch in column for chunk in minibatch.split(rows // num_chunks, own_axis)]
+                column = [chunk for minibatch in column for chunk in minibatch.chunk(num_chunks, own_axis)]
             columns.append(column)
         return [write(row) for row in zip(*columns, strict=True)]
 
-    def _num_chunks(self, total_rows: int, splittable: int, device: str) -> int:
-        """The divisor of `splittable` that brings the rows of a chunk nearest to `chunk_rows`, by their ratio.
+    def _num_chunks(self, steps: dict[str, Tensor], *, dealt: bool) -> int:
+        """Into how many chunks a minibatch is cut: what brings their rows nearest to `chunk_rows`, by their ratio.
 
         Chunks are equal, so that one program serves all; a prime number of rows stays in one piece.
+
+        Args:
+          steps: of minibatches `[M, rows, ...]`, of recurrent agents `[M, T, B / M, ...]`; or of a batch `[T, B, ...]`.
+          dealt: which of them.
         """
         if self.agent.reuse_forward:  # the loss begins behind the networks
             return 1
-        limit = self.config.chunk_rows or (2048 if device == "cpu" else total_rows)
+        m, recurrent = self.config.num_minibatches, self.agent.recurrent
+        shapes = [steps[name].shape[self._axis :] for name in weights_of(steps)]
+        total = max(shape.numel() for shape in shapes) // m
+        if dealt:
+            splittable = shapes[0][2 if recurrent else 1]
+        else:
+            splittable = (1 if recurrent else shapes[0][0]) * shapes[0][1] // m
+        device = next(iter(steps.values())).device.type
+        limit = self.config.chunk_rows or (2048 if device == "cpu" else max(1, total))
         divisors = [n for n in range(1, splittable + 1) if splittable % n == 0]
-        return min(divisors, key=lambda n: abs(math.log(total_rows / n / limit)))
+        return min(divisors, key=lambda n: abs(math.log(total / n / limit)), default=1)
 
     # The functions below see one member of the population, and are compiled.
 
@@ -454,14 +484,14 @@ class Learner:
         by_env = pytree.tree_map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), batch.steps)
         return batch._replace(steps=by_env), measured
 
-    def _deal_one(self, batch: Batch, keys: Tensor) -> tuple[Batch, Tensor]:
+    def _deal_one(self, batch: Batch, keys: Tensor, counter: Tensor) -> tuple[Batch, Tensor]:
         """Shuffles rows into minibatches `[M, ...]`, and takes their moments `[M, W + 2 * S]`.
 
         Rows are dealt like cards: out of every M that lie together (in the shuffled time of one environment, or side
         by side in M environments) each minibatch gets one. The deal depends only on the environments' own keys, so
         that K ranks, without talking, form the same minibatches as one.
         """
-        m = self.config.num_minibatches
+        m, keys = self.config.num_minibatches, random.advance(keys, counter)
         length, size = batch.steps["weight"].shape
         index = torch.arange(size, device=keys.device)
         if m == 1:

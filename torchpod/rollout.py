@@ -104,7 +104,7 @@ def unroll(
     looped = step.loop((variables, carry, env_keys, actor_keys)) if isinstance(step, Compiled) and not grad else None
     if looped:
         loop, inputs = looped
-        last, timesteps, outputs = loop.run(inputs, carry.timestep, length, time_axis)
+        last, timesteps, outputs = loop.run(inputs, length, time_axis)
         return last, Trajectory(timesteps, outputs, carry.actor_state, last.actor_state)
     recorder = Recorder(carry)
     with torch.set_grad_enabled(grad):
