@@ -34,9 +34,9 @@ def runs(monkeypatch):
     lengths = []
     run = cpu_calls.Unroll.run
 
-    def watched(self, inputs, timestep, length, axis):
+    def watched(self, inputs, length, axis):
         lengths.append(length)
-        return run(self, inputs, timestep, length, axis)
+        return run(self, inputs, length, axis)
 
     monkeypatch.setattr(cpu_calls.Unroll, "run", watched)
     return lengths
@@ -94,6 +94,26 @@ def test_what_goes_in_stays_as_it_was_and_what_comes_out_is_the_callers(seed, ru
         for a, b in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(before), strict=True):
             assert torch.equal(a, b)
     assert runs == [7]
+
+
+def test_what_a_step_makes_equal_keeps_its_own_beginning(seed, runs):
+    def step(variables, carry, env_keys, actor_keys):
+        reward = carry.timestep.reward + variables["w"]
+        timestep = carry.timestep._replace(reward=reward, discount=reward)
+        return Carry((), timestep, (), carry.step + 1), {}
+
+    def zeros(dtype=torch.float32):
+        return torch.zeros(4, dtype=dtype)
+
+    timestep = TimeStep(zeros(torch.int32), torch.rand(4), torch.rand(4), torch.rand(4, 2), {})
+    arguments = ({"w": torch.rand(4)}, Carry((), timestep, (), torch.tensor(0)), torch.ones(4, 3), torch.ones(4, 3))
+    compiled = Compiler(True)(step)
+    for _ in range(2):
+        _, trajectory = unroll(compiled, *arguments, length=3)
+        assert torch.equal(trajectory.timestep.reward[0], timestep.reward)
+        assert torch.equal(trajectory.timestep.discount[0], timestep.discount)
+        assert torch.equal(trajectory.timestep.reward[1:], trajectory.timestep.discount[1:])
+    assert runs == [3]
 
 
 class Remembers(CartPole):
