@@ -51,11 +51,12 @@ STEPS_PER_CALL = {"env_only": 8_000_000, "policy": 2_000_000, "update": 500_000}
 # they are compiled in (annealing), and a program of another length would not be found in the cache.
 LEARN_ITERATIONS = {"cartpole": {4: 1000, 64: 240, 1024: 60, 4096: 24}, "minatar_breakout": {64: 60, 1024: 20}}
 
-# What JAX is known to reach on an AMD EPYC with AVX-512 (family 25, model 17), and the product of a core of it. Of 1024
-# and 4096 environments of CartPole that was on one core. The figures of 64 and of Breakout (289,000; 100,000 and
-# 84,000), which were stated for one core as well, XLA reaches without `taskset` alone: then it uses 1.6 to 1.9 cores,
-# whatever its flags for one thread say, and pinned to one it does 0.6 to 0.8 of them. So they are held against rows of
-# two cores. That of 4 environments it reaches nowhere: 170,000 on one core, less on two, and less with scans unrolled.
+# What JAX is known to reach on an AMD EPYC with AVX-512 (family 25, model 17), and the product of a core of it. With
+# 1024 and 4096 environments of CartPole jax_ppo.py reaches that pinned to one core. With 64, and on Breakout, the
+# figures (289,000; 100,000 and 84,000) were stated for one core too, but XLA reaches them without `taskset` alone,
+# where it uses 1.6 to 1.9 cores in spite of its flags for one thread; pinned to one it does 0.6 to 0.8 of them. So they
+# are held against the rows of two cores. That of 4 environments it reaches nowhere: 170,000 on one core, 130,000 on
+# two, and no more with its scans unrolled by 4 or 16.
 FIGURES = Figures(
     "2048x64x64",
     95.1,

@@ -19,9 +19,9 @@ class Target(NamedTuple):
 
 
 _FOUR = (
-    "128-row minibatches: networks' operators take 38 % of the time, a step of 4 rows 13 us (29 %), calls 21 %; tried: "
-    "the unroll and the minibatches of an epoch as one C++ call each, one operator per network, dot products for up to "
-    "8 rows, an allocator of our own (docs/design.md, section 4)"
+    "128-row minibatches: epochs take 52 % of the time, steps of 4 rows 32 % (12 us each), calls 13 %; tried: "
+    "the unroll and the epochs of an update as one C++ call each, one operator per network, dot products for up to 8 "
+    "rows, an allocator of our own (docs/design.md, section 4)"
 )
 _POPULATION = (
     "networks' operators at the speed of the core's matrix products take 1.3 of the 1.7 ms of a minibatch, Adam 0.3; "

@@ -101,6 +101,39 @@ def test_views_of_what_is_given_and_of_what_is_made_are_made_anew_in_every_call(
         torch.testing.assert_close(ours, expected)
 
 
+def test_arguments_that_lie_in_the_middle_of_their_memory_have_views(seed, runs):
+    double = Compiled(lambda x: 2 * x, "double", 1)
+    recorded = Recorded(lambda x: double(x[1]))
+    for i in range(3):
+        whole = numbers(seed + i, 7, 4)
+        torch.testing.assert_close(recorded(whole[i:][:3]), 2 * whole[i + 1])
+    assert runs == [1, 1]
+
+
+def test_arguments_that_shared_memory_when_recorded_must_share_it_later(seed, runs):
+    double = Compiled(lambda x: 2 * x, "double", 1)
+    recorded = Recorded(lambda x, y: (double(x[1]), double(y[0])))
+    whole, other = numbers(seed, 6, 4), numbers(seed + 1, 6, 4)
+    for x, y in ((whole[:-1], whole[1:]), (other[:-1], other[1:]), (whole[:-1], other[1:]), (other[1:], other[:-1])):
+        torch.testing.assert_close(recorded(x, y), (2 * x[1], 2 * y[0]))
+    assert runs == [2]
+
+
+def test_what_autograd_looks_into_is_not_recorded(seed, runs):
+    double = Compiled(lambda x: 2 * x, "double", 1)
+    recorded, x = Recorded(lambda x: double(double(x))), numbers(seed, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(recorded(x.clone().requires_grad_()), 4 * x)
+    for _ in range(2):
+        own = x.clone().requires_grad_()
+        recorded(own).sum().backward()
+        torch.testing.assert_close(own.grad, torch.full((5,), 4.0))
+    assert runs == []
+    for _ in range(2):
+        torch.testing.assert_close(recorded(x), 4 * x)
+    assert runs == [2]
+
+
 def test_a_view_that_reaches_beyond_a_tensor_is_left_to_the_function(seed, runs):
     double = Compiled(lambda x: 2 * x, "double", 1)
     recorded = Recorded(lambda x, y: double(x.as_strided((6,), (1,), x.storage_offset())))

@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 class View(NamedTuple):
-    """Numbers of another tensor, where they are in memory."""
+    """Elements of another tensor, where they are in memory."""
 
     base: int
     output: int
@@ -109,10 +109,11 @@ class Calls:
         needed = set(self._results)
         for i, call in reversed(list(enumerate(calls))):
             if isinstance(call, View):
-                program, view = None, self._array([call.offset, *call.sizes, *call.strides])
+                program, num_axes = None, len(call.sizes)
+                view = self._array([call.offset, *call.sizes, *call.strides])
                 inputs, outputs = moved([call.base]), moved([call.output])
             else:
-                program, view = call.entry.address, None
+                program, num_axes, view = call.entry.address, 0, None
                 inputs, outputs = moved(call.inputs), moved(call.outputs)
                 inputs += [numbers[id(x)] for x in call.entry.constants]
             needed -= set(outputs)
@@ -120,7 +121,6 @@ class Calls:
                 if number not in needed:  # the last to read it takes it
                     needed.add(number)
                     inputs[position] = ~number
-            num_axes = len(call.sizes) if isinstance(call, View) else 0
             self._calls[i] = _Call(
                 program, len(inputs), self._array(inputs), len(outputs), self._array(outputs), num_axes, view
             )

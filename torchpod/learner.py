@@ -6,6 +6,7 @@ compile time and a captured graph holds them all. Between them go the two sums o
 minibatches, and one flat gradient per optimizer step. One rank alone deals and standardises in one program.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torchpod.nets import RunningMoments
 from torchpod.ops.moments import Moments, merge, sums_about
 from torchpod.ops.schedules import piecewise_linear
 from torchpod.trees import member, paths, reader, writer
-from torchpod.types import Batch, Trajectory
+from torchpod.types import Batch, Trajectory, Tree
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[
 metrics."""
 
 
-def weights_of(steps: dict[str, Tensor]) -> list[str]:
+def weights_of(steps: dict[str, Tree]) -> list[str]:
     """Names of the weights among the columns of a batch: `weight`, and `POLICY/weight` of several policies."""
     return [name for name in steps if name.rpartition("/")[2] == "weight"]
 
@@ -96,6 +97,16 @@ def weight_of_buffer(name: str, steps: dict[str, Tensor]) -> str:
     first, _, rest = name.partition(".")
     own = weight_of(f"{rest.partition('.')[0]}/")
     return own if first == "policies" and own in steps else "weight"
+
+
+@functools.cache
+def _num_chunks(total_rows: int, splittable: int, limit: int) -> int:
+    """The divisor of `splittable` that brings the rows of a chunk nearest to `limit`, by their ratio.
+
+    Chunks are equal, so that one program serves all; a prime number of rows stays in one piece.
+    """
+    divisors = [n for n in range(1, splittable + 1) if splittable % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(total_rows / n / limit)), default=1)
 
 
 class Learner:
@@ -325,7 +336,7 @@ class Learner:
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and zeros if there are several.
 
-        How many zeros is learned once, from the gradient of a chunk of `minibatches()`.
+        How many zeros is learned once, from the gradient of a chunk of `minibatches()`, which are asked for only then.
         """
         numbers, lead = self._numbers(state, range(num_chunks)), state.healthy.shape
         if num_chunks == 1:
@@ -442,28 +453,22 @@ class Learner:
             columns.append(column)
         return [write(row) for row in zip(*columns, strict=True)]
 
-    def _num_chunks(self, steps: dict[str, Tensor], *, dealt: bool) -> int:
-        """Into how many chunks a minibatch is cut: what brings their rows nearest to `chunk_rows`, by their ratio.
-
-        Chunks are equal, so that one program serves all; a prime number of rows stays in one piece.
+    def _num_chunks(self, steps: dict[str, Tree], *, dealt: bool) -> int:
+        """Into how many chunks a minibatch is cut.
 
         Args:
           steps: of minibatches `[M, rows, ...]`, of recurrent agents `[M, T, B / M, ...]`; or of a batch `[T, B, ...]`.
-          dealt: which of them.
+          dealt: whether they are minibatches.
         """
         if self.agent.reuse_forward:  # the loss begins behind the networks
             return 1
-        m, recurrent = self.config.num_minibatches, self.agent.recurrent
-        shapes = [steps[name].shape[self._axis :] for name in weights_of(steps)]
+        weights: list[Any] = [steps[name] for name in weights_of(steps)]
+        shapes = [x.shape[self._axis :] for x in weights]
+        m, recurrent, first = self.config.num_minibatches, self.agent.recurrent, shapes[0]
         total = max(shape.numel() for shape in shapes) // m
-        if dealt:
-            splittable = shapes[0][2 if recurrent else 1]
-        else:
-            splittable = (1 if recurrent else shapes[0][0]) * shapes[0][1] // m
-        device = next(iter(steps.values())).device.type
-        limit = self.config.chunk_rows or (2048 if device == "cpu" else max(1, total))
-        divisors = [n for n in range(1, splittable + 1) if splittable % n == 0]
-        return min(divisors, key=lambda n: abs(math.log(total / n / limit)), default=1)
+        splittable = first[2 if recurrent else 1] if dealt else (1 if recurrent else first[0]) * first[1] // m
+        limit = self.config.chunk_rows or (2048 if weights[0].device.type == "cpu" else max(1, total))
+        return _num_chunks(total, splittable, limit)
 
     # The functions below see one member of the population, and are compiled.
 

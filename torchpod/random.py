@@ -188,7 +188,7 @@ def _numpy_sorted(words: Tensor) -> Tensor:
 
 # `custom_op` would put wrappers around it that take longer than sorting a small batch.
 _LIBRARY.impl("sorted", _numpy_sorted, "CPU")
-_LIBRARY.impl("sorted", lambda words: words.sort(-1).values, "CUDA")
+_LIBRARY.impl("sorted", lambda words: words.sort(-1).values, "CompositeExplicitAutograd")
 torch.library.register_fake("torchpod::sorted", torch.empty_like, lib=_LIBRARY)
 torch.library.register_vmap(
     "torchpod::sorted", lambda info, in_dims, words: (_sorted(words.movedim(in_dims[0], 0)), 0), lib=_LIBRARY

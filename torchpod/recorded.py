@@ -4,9 +4,11 @@ What CUDA graphs are on a GPU: the first call is an ordinary one, and says which
 it go through no line of the function.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -36,11 +38,13 @@ class Recorded:
         if self._plan is not None:
             inputs = self._plan.read(args)
             return self._fn(*args) if inputs is None else self._plan.run(inputs)
-        given = reader(args)(args)
-        if not self._possible or len(set(map(_place, given))) < len(given):
+        if not self._possible:
             return self._fn(*args)
-        recording = _Recording(given)
-        RECORDING.note = recording.note
+        given = reader(args)(args)
+        if any(x.requires_grad for x in given) or len(set(map(_place_of, given))) < len(given):
+            return self._fn(*args)
+        recording = _Note(given)
+        RECORDING.note = recording.call
         try:
             result = self._fn(*args)
         finally:
@@ -52,16 +56,42 @@ class Recorded:
         return result
 
 
-class _Known(NamedTuple):
-    """A tensor that calls took or made: where it is in memory, and its number."""
+class _Place(NamedTuple):
+    """Where a tensor is in memory: two with the same are the same."""
 
-    place: tuple[Any, ...]
+    storage: int
+    first: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def end(self) -> int:
+        """Behind its last element."""
+        return self.first + 1 + sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
+
+    def is_dense(self) -> bool:
+        """Whether all that lies between its ends is its own."""
+        return self.size.numel() == self.end() - self.first
+
+    def meets(self, other: "_Place") -> bool:
+        """Whether they lie in the same part of memory."""
+        return self.storage == other.storage and self.first < other.end() and other.first < self.end()
+
+
+def _place_of(x: Tensor) -> _Place:
+    return _Place(x.untyped_storage()._cdata, int(x.storage_offset()), x.shape, x.stride(), x.dtype)
+
+
+class _Known(NamedTuple):
+    """A tensor that calls took or made."""
+
+    place: _Place
     number: int
     storage: StorageWeakRef
     """Keeps the identity of its memory, not the memory: a recording takes no more than the calls themselves."""
 
 
-class _Recording:
+class _Note:
     """The calls of a function, with numbers of tensors: of its arguments, then of what was made.
 
     A tensor is known by its memory, and so are views.
@@ -77,8 +107,8 @@ class _Recording:
 
     def _name(self, x: Tensor) -> None:
         """Gives a tensor its number."""
-        storage = StorageWeakRef(x.untyped_storage())
-        self._known.setdefault(storage.cdata, []).append(_Known(_place(x), self.num_named, storage))
+        place, storage = _place_of(x), StorageWeakRef(x.untyped_storage())
+        self._known.setdefault(place.storage, []).append(_Known(place, self.num_named, storage))
         self.num_named += 1
 
     def number_of(self, x: Tensor) -> int:
@@ -87,21 +117,20 @@ class _Recording:
         Raises:
           LookupError: if it comes from elsewhere.
         """
-        place, known = _place(x), self._known.get(x.untyped_storage()._cdata, [])
+        place = _place_of(x)
+        known = self._known.get(place.storage, [])
         for tensor in reversed(known):
             if tensor.place == place:
                 return tensor.number
-        first, last = _extent(place)
         for tensor in known:
-            begin, end = _extent(tensor.place)
-            size, _, dtype = tensor.place[1:]
-            if dtype == x.dtype and begin <= first and last <= end and size.numel() == end - begin:
-                self.calls.append(View(tensor.number, self.num_named, x.shape, x.stride(), first - begin))
+            base = tensor.place
+            if base.is_dense() and base.dtype == x.dtype and base.first <= place.first and place.end() <= base.end():
+                self.calls.append(View(tensor.number, self.num_named, x.shape, x.stride(), place.first - base.first))
                 self._name(x)
                 return self.num_named - 1
         raise LookupError("a tensor that no program made")
 
-    def note(self, entry: Entry | None, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> None:
+    def call(self, entry: Entry | None, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> None:
         """A call of a program."""
         try:
             if entry is None or not all(isinstance(x, Tensor) for x in outputs):
@@ -124,17 +153,6 @@ class _Recording:
         return [self.number_of(x) for x in tensors]
 
 
-def _place(x: Tensor) -> tuple[Any, ...]:
-    """Two tensors with the same are the same numbers in memory."""
-    return (x.untyped_storage()._cdata, x.storage_offset()), x.shape, x.stride(), x.dtype
-
-
-def _extent(place: tuple[Any, ...]) -> tuple[int, int]:
-    """From its first number in memory to behind its last one."""
-    (_, offset), size, strides, _ = place
-    return offset, offset + 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
-
-
 class _Plan(Signature):
     """The calls of a function for one input signature.
 
@@ -147,17 +165,27 @@ class _Plan(Signature):
       LookupError: if a program is none for a CPU, or a tensor comes from elsewhere.
     """
 
-    def __init__(self, args: tuple[Any, ...], recording: _Recording, result: Any) -> None:
+    def __init__(self, args: tuple[Any, ...], recording: _Note, result: Any) -> None:
         super().__init__(args)
         self._outline = outline(args)
         self._outlined = self._outline(args)
+        given = self._leaves(args)
+        places = list(map(_place_of, given))
+        self._shared = [
+            (i, j, given[i].data_ptr() - given[j].data_ptr())
+            for i, j in itertools.permutations(range(len(given)), 2)
+            if places[i].is_dense() and places[i].meets(places[j])
+        ]
         results = recording.results(reader(result)(result))
         self._calls, self._write = Calls(recording.calls, recording.num_given, results), writer(result)
 
     def read(self, args: tuple[Any, ...]) -> list[Tensor] | None:
-        """See `Signature`; trees that have more in them, or other constants, are others."""
+        """See `Signature`; trees that have more in them, other constants, or do not share memory, are others."""
         inputs = super().read(args)
-        return None if inputs is None or self._outline(args) != self._outlined else inputs
+        if inputs is None or self._outline(args) != self._outlined:
+            return None
+        shared = all(inputs[i].data_ptr() - inputs[j].data_ptr() == bytes_ for i, j, bytes_ in self._shared)
+        return inputs if shared else None
 
     def run(self, inputs: list[Tensor]) -> Any:
         """The result."""
