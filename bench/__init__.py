@@ -1,9 +1,10 @@
 """Benchmarks: `torchpod bench SUITE`. Each suite is a module with `main(json_path, **knobs) -> exit status`."""
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+
+from torchpod.arguments import Parser
 
 if __name__ == "bench":
     raise ImportError("import torchpod.bench, not bench")
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     missed its target, or, unless with `--json` or `--quick`, was better by more than a tenth when it was last measured
     on such a machine (a fifth without a peer).
     """
-    parser = argparse.ArgumentParser(prog="torchpod bench", description="Runs one suite of benchmarks.")
+    parser = Parser("torchpod bench", description="Runs one suite of benchmarks.")
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
     parser.add_argument("--json", metavar="FILE", help="write the rows here instead of bench/results/")
     parser.add_argument("--quick", action="store_true", help="one size, two short rounds: does it work at all?")

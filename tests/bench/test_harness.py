@@ -13,6 +13,7 @@ from torchpod.bench import anakin, harness, population, report, targets
 from torchpod.bench.anakin import Case
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
 from torchpod.bench.targets import Target
+from torchpod.config import ConfigError
 
 
 def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
@@ -255,5 +256,5 @@ def test_the_calibration_product_is_the_one_that_scales_the_figures():
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match=r"torchpod bench: .*'no-such-suite'.*anakin.*--help"):
         bench.main(["no-such-suite"])
