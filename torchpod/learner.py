@@ -216,7 +216,8 @@ class Learner:
         learning = state._replace(buffers=buffers)
         if sum_gradient is None:
             num_chunks = self._num_chunks(batch.steps, dealt=False)
-            begin = self._begin(state, num_chunks, loss_keys[0], lambda: self._dealt(batch, keys, deals[0]))
+            # An example with the keys of the first step, which draws nothing anew.
+            begin = self._begin(state, num_chunks, loss_keys[2], lambda: self._dealt(batch, keys, deals[0]))
             stepped, totals = self._epochs(learning, batch, keys, deals, loss_keys, *begin)
         else:
             stepped, totals = self._epochs_of(learning, batch, keys, deals, loss_keys, sum_gradient=sum_gradient)
