@@ -69,7 +69,8 @@ def ours(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Call
     with torch.no_grad():
         batch = agent.prepare(trajectory, keys)
     minibatches = learner._standardise_one(*learner._deal_one(batch, keys, torch.tensor(0)))
-    chunks, num_chunks = learner._cut(minibatches), learner._num_chunks(minibatches.steps, dealt=True)
+    num_chunks = learner._num_chunks(minibatches.steps, dealt=True)
+    chunks = learner._cut(minibatches, num_chunks)
     root, count, first = random.key(seed), 0, pytree.tree_map(torch.clone, state)
 
     def update() -> Tensor:

@@ -100,7 +100,7 @@ def weight_of_buffer(name: str, steps: dict[str, Tensor]) -> str:
 
 
 @functools.cache
-def _num_chunks(total_rows: int, splittable: int, limit: int) -> int:
+def _divisor_near(total_rows: int, splittable: int, limit: int) -> int:
     """The divisor of `splittable` that brings the rows of a chunk nearest to `limit`, by their ratio.
 
     Chunks are equal, so that one program serves all; a prime number of rows stays in one piece.
@@ -243,7 +243,8 @@ class Learner:
         minibatches = self._standardise(minibatches, self.ranks.sum(moments))
         num_chunks = self._num_chunks(minibatches.steps, dealt=True)
         begin = self._begin(state, num_chunks, keys_of_steps[0], lambda: minibatches)
-        stepped, metrics, priorities = self._steps(learning, self._cut(minibatches), keys_of_steps, *begin)
+        chunks = self._cut(minibatches, num_chunks)
+        stepped, metrics, priorities = self._steps(learning, chunks, keys_of_steps, *begin)
         new = stepped._replace(buffers=state.buffers | stepped.buffers)
         return new, self._named(torch.stack(metrics, -1).mean(-1)), priorities
 
@@ -269,7 +270,8 @@ class Learner:
         m, changed, totals = self.config.num_minibatches, {}, []
         for epoch, deal in enumerate(deals):
             first = 2 + epoch * (m + 1)
-            given = self._cut(self._dealt(batch, keys, deal)), loss_keys[first : first + m]
+            chunks = self._cut(self._dealt(batch, keys, deal), len(numbers) or 1)
+            given = chunks, loss_keys[first : first + m]
             if sum_gradient is None:
                 stepped, metrics, _ = self._steps(state, *given, numbers, zeros)
             else:
@@ -343,7 +345,7 @@ class Learner:
         if num_chunks == 1:
             return numbers, ()
         if self._flat_like is None:
-            chunk = self._cut(minibatches())[0]
+            chunk = self._cut(minibatches(), num_chunks)[0]
             first: Any = state.params, state.buffers, state.targets, chunk, keys, numbers[0], ()
             flat, _ = self._gradient_one(*(member(first, 0) if lead else first))
             self._flat_like = torch.Size([*lead, *flat.shape]), flat.dtype
@@ -439,10 +441,9 @@ class Learner:
             changed |= {name: piecewise_linear(points, env_steps) for name, points in schedules.items()}
         return state.buffers | changed if changed else state.buffers
 
-    def _cut(self, minibatches: Batch) -> list[Batch]:
+    def _cut(self, minibatches: Batch, num_chunks: int) -> list[Batch]:
         """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
         axis = self._axis + (1 if self.agent.recurrent else 0)  # of rows, or environments, once M is gone
-        num_chunks = self._num_chunks(minibatches.steps, dealt=True)
         if self._tree is None:  # made once: batches of one agent are built alike
             self._tree = reader(minibatches), writer(minibatches), len(paths(minibatches.steps))
         read, write, num_steps_tensors = self._tree
@@ -469,7 +470,7 @@ class Learner:
         total = max(shape.numel() for shape in shapes) // m
         splittable = first[2 if recurrent else 1] if dealt else (1 if recurrent else first[0]) * first[1] // m
         limit = self.config.chunk_rows or (2048 if weights[0].device.type == "cpu" else max(1, total))
-        return _num_chunks(total, splittable, limit)
+        return _divisor_near(total, splittable, limit)
 
     # The functions below see one member of the population, and are compiled.
 

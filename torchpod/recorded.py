@@ -74,8 +74,8 @@ class _Place(NamedTuple):
         return self.size.numel() == self.end() - self.first
 
     def meets(self, other: "_Place") -> bool:
-        """Whether they lie in the same part of memory."""
-        return self.storage == other.storage and self.first < other.end() and other.first < self.end()
+        """Whether they lie in the same part of a storage that both are in."""
+        return self.first < other.end() and other.first < self.end()
 
 
 def _place_of(x: Tensor) -> _Place:
@@ -169,13 +169,13 @@ class _Plan(Signature):
         super().__init__(args)
         self._outline = outline(args)
         self._outlined = self._outline(args)
-        given = self._leaves(args)
+        given, self._shared = self._leaves(args), list[tuple[int, int, int]]()
         places = list(map(_place_of, given))
-        self._shared = [
-            (i, j, given[i].data_ptr() - given[j].data_ptr())
-            for i, j in itertools.permutations(range(len(given)), 2)
-            if places[i].is_dense() and places[i].meets(places[j])
-        ]
+        by_storage = sorted(range(len(given)), key=lambda i: places[i].storage)
+        for _, group in itertools.groupby(by_storage, key=lambda i: places[i].storage):
+            for i, j in itertools.permutations(group, 2):
+                if places[i].is_dense() and places[i].meets(places[j]):
+                    self._shared.append((i, j, given[i].data_ptr() - given[j].data_ptr()))
         results = recording.results(reader(result)(result))
         self._calls, self._write = Calls(recording.calls, recording.num_given, results), writer(result)
 
