@@ -136,7 +136,7 @@ class Prepared:
         torch.set_num_threads(threads)
         self._anakin, self._mode, self._iterations = anakin, mode, iterations
         self._compiler, self._capture = compiler or Compiler(True), capture
-        self._state, self._env_replay, self._wall_s = anakin.init(seed), None, []
+        self._state, self._env_replay, self._wall_s = anakin.init(seed), None, list[float]()  # of every call
         began = time.perf_counter()
         program = PROGRAMS[mode](anakin, self._compiler)
         if not capture:
@@ -152,16 +152,15 @@ class Prepared:
 
         Returns:
           The measurement; `compile_s` is everything from the built agent to the end of the first call, less the capture
-          and the time of a later call.
+          and the time of the second call.
         """
         anakin, config, on_gpu = self._anakin, self._anakin.learner.config, self._anakin.device.type == "cuda"
-        wall_s, cpu_s, sums = [], [], []
+        cpu_s, sums = [], []
         for _ in range(repeats):
-            wall, cpu = time.perf_counter(), time.process_time()
+            cpu = time.process_time()
             sums.append(self._call())
-            wall_s.append(time.perf_counter() - wall)
             cpu_s.append(time.process_time() - cpu)
-        self._wall_s += wall_s
+        wall_s = self._wall_s[-repeats:]
         env_steps = [x[3] for x in sums]
         rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
         count, total_return = sums[-1][:2]
@@ -182,7 +181,7 @@ class Prepared:
             "iterations": self._iterations,
             "total_iterations": anakin.num_iterations,
             "population": anakin.population,
-            "compile_s": self._first_s - self._replay.capture_s - min(self._wall_s),
+            "compile_s": self._first_s - self._replay.capture_s - self._wall_s[1],
             "env_steps": env_steps,
             "wall_s": wall_s,
             "cpu_s": cpu_s,
@@ -209,7 +208,7 @@ class Prepared:
         return {
             "capture_s": self._replay.capture_s,
             "kernels": len(kernels(profiled(self._replay))),
-            "iteration_s": statistics.median(self._wall_s) / self._iterations,
+            "iteration_s": statistics.median(self._wall_s[1:]) / self._iterations,
             "env_s": statistics.median(env_s),
             **sizes(self._anakin, self._state.carry),
         }
@@ -219,8 +218,11 @@ class Prepared:
 
     def _call(self) -> list[float]:
         """All iterations of one timed call; the sums over their episodes (their copy to the host waits for them)."""
+        began = time.perf_counter()
         sums = [self._replay().clone() for _ in range(self._iterations)]
-        return torch.stack(sums).reshape(-1, 4).sum(0).tolist()
+        total = torch.stack(sums).reshape(-1, 4).sum(0).tolist()
+        self._wall_s.append(time.perf_counter() - began)
+        return total
 
 
 def sizes(anakin: Anakin, carry: Carry) -> Sizes:

@@ -68,9 +68,9 @@ def ours(loss: str, hidden: tuple[int, ...], rows: int, seed: int) -> tuple[Call
     state = learner.init(*variables_of(agent))
     with torch.no_grad():
         batch = agent.prepare(trajectory, keys)
-    minibatches = learner._standardise_one(*learner._deal_one(batch, keys, torch.tensor(0)))
-    num_chunks = learner._num_chunks(minibatches.steps, dealt=True)
-    chunks = learner._cut(minibatches, num_chunks)
+    minibatches = learner.dealer.deal(batch, keys, torch.tensor(0))
+    num_chunks = learner.dealer.num_chunks(minibatches.steps, dealt=True)
+    chunks = learner.dealer.cut(minibatches, num_chunks)
     root, count, first = random.key(seed), 0, pytree.tree_map(torch.clone, state)
 
     def update() -> Tensor:

@@ -20,7 +20,7 @@ from torchpod.probe import Answer
 def test_chunks_begin_where_those_of_the_learner_do():
     learner = Learner(PPO(CartPole().spec), LearnerConfig(), num_iterations=1)
     rows = torch.ones(learner.config.num_minibatches, 8 * autoscale._CPU_CHUNK)
-    assert learner._num_chunks({"weight": rows}, dealt=True) == 8
+    assert learner.dealer.num_chunks({"weight": rows}, dealt=True) == 8
 
 
 class TestFile:

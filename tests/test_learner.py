@@ -251,8 +251,7 @@ def test_columns_of_a_group_are_rescaled_and_standardised_by_the_weights_of_that
     for prefix, shape in (("", (12, 8)), ("cats/", (12, 8, 3)), ("dogs/", (12, 8, 2))):
         steps[f"{prefix}weight"] = (torch.rand(shape, generator=generator) > 0.3).float() * 7
         steps[f"{prefix}advantage"] = 5 + 3 * torch.randn(shape, generator=generator)
-    dealt = learner._deal_one(Batch(steps), random.split(random.key(seed), 8), torch.tensor(0))
-    minibatches = learner._standardise_one(*dealt).steps
+    minibatches = learner.dealer.deal(Batch(steps), random.split(random.key(seed), 8), torch.tensor(0)).steps
     for prefix in ("", "cats/", "dogs/"):
         weight, x = (minibatches[prefix + name].double().flatten(1) for name in ("weight", "advantage"))
         torch.testing.assert_close(weight.sum(1), torch.ones(4, dtype=torch.float64))
@@ -411,8 +410,8 @@ def test_environments_that_cannot_be_dealt_are_refused_with_a_number_that_can(se
 def test_chunks_are_equal_and_near_the_size_asked_for(rows, chunk_rows, chunks):
     learner, _ = make_ppo(0, learner={"chunk_rows": chunk_rows})
     minibatches = learner.config.num_minibatches
-    assert learner._num_chunks({"weight": torch.ones(minibatches, rows)}, dealt=True) == chunks
-    assert learner._num_chunks({"weight": torch.ones(minibatches, rows)}, dealt=False) == chunks
+    assert learner.dealer.num_chunks({"weight": torch.ones(minibatches, rows)}, dealt=True) == chunks
+    assert learner.dealer.num_chunks({"weight": torch.ones(minibatches, rows)}, dealt=False) == chunks
 
 
 class Counted(Ranks):

@@ -1,12 +1,11 @@
-"""The learner: epochs of minibatches over one trajectory, for any agent. Read agent.py first.
+"""The learner: epochs of minibatches over one trajectory, for any agent. Read agent.py and dealer.py first.
 
-`update(state, trajectory, keys)` is pure: it returns a new state. It is built of four functions that are compiled
-apart (`_prepare`, `_deal`, `_gradient`, `_apply`), with plain Python between them, so that a large batch costs no
+`update(state, trajectory, keys)` is pure: it returns a new state. It is built of functions that are compiled apart
+(`_prepare`, `_gradient`, `_apply`, and the dealer's), with plain Python between them, so that a large batch costs no
 compile time and a captured graph holds them all. Between them go the two sums over ranks: the moments of an epoch's
-minibatches, and one flat gradient per optimizer step. One rank alone deals and standardises in one program.
+minibatches, and one flat gradient per optimizer step.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,15 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
-from torchpod.distributed import ALONE, Ranks, SplitError
+from torchpod.dealer import Dealer, weight_of_buffer
+from torchpod.distributed import ALONE, Ranks
 from torchpod.groups import Groups, padded
 from torchpod.measures import measure, metrics_of, of_all, prefixes
 from torchpod.nets import RunningMoments
 from torchpod.ops.moments import Moments, merge, sums_about
 from torchpod.ops.schedules import piecewise_linear
-from torchpod.trees import member, paths, reader, writer
-from torchpod.types import Batch, Trajectory, Tree
+from torchpod.trees import member
+from torchpod.types import Batch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -82,33 +82,6 @@ SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[
 metrics."""
 
 
-def weights_of(steps: dict[str, Tree]) -> list[str]:
-    """Names of the weights among the columns of a batch: `weight`, and `POLICY/weight` of several policies."""
-    return [name for name in steps if name.rpartition("/")[2] == "weight"]
-
-
-def weight_of(name: str) -> str:
-    """The weights that belong to a column: those with the same prefix."""
-    return "/".join([*name.split("/")[:-1], "weight"])
-
-
-def weight_of_buffer(name: str, steps: dict[str, Tensor]) -> str:
-    """The weights that belong to a buffer: of `policies.NAME.x` those of that policy."""
-    first, _, rest = name.partition(".")
-    own = weight_of(f"{rest.partition('.')[0]}/")
-    return own if first == "policies" and own in steps else "weight"
-
-
-@functools.cache
-def _divisor_near(total_rows: int, splittable: int, limit: int) -> int:
-    """The divisor of `splittable` that brings the rows of a chunk nearest to `limit`, by their ratio.
-
-    Chunks are equal, so that one program serves all; a prime number of rows stays in one piece.
-    """
-    divisors = [n for n in range(1, splittable + 1) if splittable % n == 0]
-    return min(divisors, key=lambda n: abs(math.log(total_rows / n / limit)), default=1)
-
-
 class Learner:
     """Updates an agent from trajectories.
 
@@ -138,11 +111,8 @@ class Learner:
         self.groups = Groups(agent)
         self._annealed = tuple(dict.fromkeys((*config.anneal, *agent.annealed)))
         compiler = compiler or Compiler(enabled=False)
-        self._axis = 0 if compiler.population == 1 else 1  # where the axes of one member begin
+        self.dealer = Dealer(agent, config.num_minibatches, config.chunk_rows, compiler=compiler, ranks=ranks)
         self._prepare = compiler(self._prepare_one, fall_back=agent.may_fall_back)
-        self._deal = compiler(self._deal_one)
-        self._standardise = compiler(self._standardise_one)
-        self._deal_alone = compiler(lambda *args: self._standardise_one(*self._deal_one(*args)))
         self._gradient = compiler(self._gradient_one, fall_back=agent.may_fall_back)
         self._apply = compiler(self._apply_one)
         self._sum_chunks = compiler.recorded(self._sum_chunks_of)
@@ -154,7 +124,6 @@ class Learner:
         self._absorb = compiler(self._absorb_one)
         self.counters_per_update = 1 + config.num_epochs * (config.num_minibatches + 1)
         self._flat_like: tuple[torch.Size, torch.dtype] | None = None
-        self._tree: Any = None
         self._metric_names: tuple[str, ...] = ()
         self._told: tuple[str, ...] = ()
 
@@ -215,9 +184,9 @@ class Learner:
         deals = self._numbers(state, range(1, self.counters_per_update, self.config.num_minibatches + 1))
         learning = state._replace(buffers=buffers)
         if sum_gradient is None:
-            num_chunks = self._num_chunks(batch.steps, dealt=False)
+            num_chunks = self.dealer.num_chunks(batch.steps, dealt=False)
             # An example with the keys of the first step, which draws nothing anew.
-            begin = self._begin(state, num_chunks, loss_keys[2], lambda: self._dealt(batch, keys, deals[0]))
+            begin = self._begin(state, num_chunks, loss_keys[2], lambda: self.dealer.deal(batch, keys, deals[0]))
             stepped, totals = self._epochs(learning, batch, keys, deals, loss_keys, *begin)
         else:
             stepped, totals = self._epochs_of(learning, batch, keys, deals, loss_keys, sum_gradient=sum_gradient)
@@ -232,7 +201,7 @@ class Learner:
         Args:
           state: to be updated.
           minibatches: `[M, ...]`.
-          moments: of this rank's minibatches, from `moments_of`.
+          moments: of this rank's minibatches, from `Dealer.moments_of`.
           keys: `[3]`, with M fresh counters.
 
         Returns:
@@ -240,10 +209,10 @@ class Learner:
         """
         keys_of_steps = random.advance_each(keys, self.config.num_minibatches).unbind(-2)
         learning = state._replace(buffers=self.annealed(state))
-        minibatches = self._standardise(minibatches, self.ranks.sum(moments))
-        num_chunks = self._num_chunks(minibatches.steps, dealt=True)
+        minibatches = self.dealer.standardise(minibatches, moments)
+        num_chunks = self.dealer.num_chunks(minibatches.steps, dealt=True)
         begin = self._begin(state, num_chunks, keys_of_steps[0], lambda: minibatches)
-        chunks = self._cut(minibatches, num_chunks)
+        chunks = self.dealer.cut(minibatches, num_chunks)
         stepped, metrics, priorities = self._steps(learning, chunks, keys_of_steps, *begin)
         new = stepped._replace(buffers=state.buffers | stepped.buffers)
         return new, self._named(torch.stack(metrics, -1).mean(-1)), priorities
@@ -270,7 +239,7 @@ class Learner:
         m, changed, totals = self.config.num_minibatches, {}, []
         for epoch, deal in enumerate(deals):
             first = 2 + epoch * (m + 1)
-            chunks = self._cut(self._dealt(batch, keys, deal), len(numbers) or 1)
+            chunks = self.dealer.cut(self.dealer.deal(batch, keys, deal), len(numbers) or 1)
             given = chunks, loss_keys[first : first + m]
             if sum_gradient is None:
                 stepped, metrics, _ = self._steps(state, *given, numbers, zeros)
@@ -280,13 +249,6 @@ class Learner:
             state = stepped._replace(buffers=state.buffers | changed)
             totals += metrics
         return state._replace(buffers=changed), totals
-
-    def _dealt(self, batch: Batch, keys: Tensor, counter: Tensor) -> Batch:
-        """Minibatches `[M, ...]` of an epoch, standardised; `counter` is that of its shuffle."""
-        if self.ranks.world_size == 1:
-            return self._deal_alone(batch, keys, counter)
-        minibatches, moments = self._deal(batch, keys, counter)
-        return self._standardise(minibatches, self.ranks.sum(moments))
 
     def _steps_of(
         self,
@@ -345,7 +307,7 @@ class Learner:
         if num_chunks == 1:
             return numbers, ()
         if self._flat_like is None:
-            chunk = self._cut(minibatches(), num_chunks)[0]
+            chunk = self.dealer.cut(minibatches(), num_chunks)[0]
             first: Any = state.params, state.buffers, state.targets, chunk, keys, numbers[0], ()
             flat, _ = self._gradient_one(*(member(first, 0) if lead else first))
             self._flat_like = torch.Size([*lead, *flat.shape]), flat.dtype
@@ -441,37 +403,6 @@ class Learner:
             changed |= {name: piecewise_linear(points, env_steps) for name, points in schedules.items()}
         return state.buffers | changed if changed else state.buffers
 
-    def _cut(self, minibatches: Batch, num_chunks: int) -> list[Batch]:
-        """The chunks of all minibatches, in order: views of rows, or of whole environments for recurrent agents."""
-        axis = self._axis + (1 if self.agent.recurrent else 0)  # of rows, or environments, once M is gone
-        if self._tree is None:  # made once: batches of one agent are built alike
-            self._tree = reader(minibatches), writer(minibatches), len(paths(minibatches.steps))
-        read, write, num_steps_tensors = self._tree
-        columns = []
-        for i, x in enumerate(read(minibatches)):
-            column, own_axis = x.unbind(self._axis), axis if i < num_steps_tensors else self._axis
-            if num_chunks > 1:
-                column = [chunk for minibatch in column for chunk in minibatch.chunk(num_chunks, own_axis)]
-            columns.append(column)
-        return [write(row) for row in zip(*columns, strict=True)]
-
-    def _num_chunks(self, steps: dict[str, Tree], *, dealt: bool) -> int:
-        """Into how many chunks a minibatch is cut.
-
-        Args:
-          steps: of minibatches `[M, rows, ...]`, of recurrent agents `[M, T, B / M, ...]`; or of a batch `[T, B, ...]`.
-          dealt: whether they are minibatches.
-        """
-        if self.agent.reuse_forward:  # the loss begins behind the networks
-            return 1
-        weights: list[Any] = [steps[name] for name in weights_of(steps)]
-        shapes = [x.shape[self._axis :] for x in weights]
-        m, recurrent, first = self.config.num_minibatches, self.agent.recurrent, shapes[0]
-        total = max(shape.numel() for shape in shapes) // m
-        splittable = first[2 if recurrent else 1] if dealt else (1 if recurrent else first[0]) * first[1] // m
-        limit = self.config.chunk_rows or (2048 if weights[0].device.type == "cpu" else max(1, total))
-        return _divisor_near(total, splittable, limit)
-
     # The functions below see one member of the population, and are compiled.
 
     def _prepare_one(
@@ -490,71 +421,6 @@ class Learner:
         # of 7 to deal [128, 1024] on one core, most of it for sorting).
         by_env = pytree.tree_map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), batch.steps)
         return batch._replace(steps=by_env), measured
-
-    def _deal_one(self, batch: Batch, keys: Tensor, counter: Tensor) -> tuple[Batch, Tensor]:
-        """Shuffles rows into minibatches `[M, ...]`, and takes their moments `[M, W + 2 * S]`.
-
-        Rows are dealt like cards: out of every M that lie together (in the shuffled time of one environment, or side
-        by side in M environments) each minibatch gets one. The deal depends only on the environments' own keys, so
-        that K ranks, without talking, form the same minibatches as one.
-        """
-        m, keys = self.config.num_minibatches, random.advance(keys, counter)
-        length, size = batch.steps["weight"].shape
-        index = torch.arange(size, device=keys.device)
-        if m == 1:
-
-            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [1, T, B, ...]: there is nothing to shuffle
-                return x[None]
-        elif self.agent.recurrent or length % m:
-            if size % m:
-                raise SplitError(
-                    f"num_envs={size} per rank cannot be dealt to num_minibatches={m}; use a multiple of {m}."
-                )
-            # order[g, i]: which of the M environments of group g goes to minibatch i
-            order = random.bits(keys, 1).reshape(size // m, m).argsort(1)
-            index = (index[::m, None] + order).T.flatten()  # [M * B/M]
-
-            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, T, B/M, ...]
-                return x[:, index].reshape(length, m, size // m, *x.shape[2:]).movedim(1, 0)
-        else:
-            order = random.permutation(keys, length)  # [B, T]
-            envs = torch.arange(size, device=keys.device)[:, None]
-
-            # Environment by environment, so that the rows of one stay in cache while they are picked.
-            def deal(x: Tensor) -> Tensor:  # [T, B, ...] -> [M, B, T/M, ...]
-                return x[order, envs].reshape(size, m, length // m, *x.shape[2:]).movedim(1, 0)
-
-        steps = pytree.tree_map(deal, batch.steps)
-        if self.agent.recurrent:
-            actor_state = pytree.tree_map(lambda x: x[index].reshape(m, size // m, *x.shape[1:]), batch.actor_state)
-        else:
-            steps, actor_state = pytree.tree_map(lambda x: x.flatten(1, 2), steps), ()
-        return Batch(steps, actor_state), self.moments_of(steps)
-
-    def moments_of(self, steps: dict[str, Tensor]) -> Tensor:
-        """`[M, W + 2 * S]` of minibatches `[M, ...]`: the sums of weights, and what standardised columns need."""
-        columns = [steps[name].double().flatten(1).sum(1) for name in weights_of(steps)]
-        for name in self.agent.standardise:
-            weight, x = (steps[k].double().flatten(1) for k in (weight_of(name), name))
-            columns += [(weight * x).sum(1), (weight * x * x).sum(1)]
-        return torch.stack(columns, 1)
-
-    def _standardise_one(self, minibatches: Batch, moments: Tensor) -> Batch:
-        """Weights that sum to 1, and columns of mean 0 and std 1, per minibatch over all ranks."""
-        steps, columns, counts = dict(minibatches.steps), list(moments.unbind(1)), {}
-
-        def like(column: Tensor, x: Tensor) -> Tensor:
-            return column.reshape(-1, *[1] * (x.ndim - 1))
-
-        for name in weights_of(steps):
-            column = columns.pop(0)
-            counts[name] = torch.where(column > 0, column, 1.0)
-            steps[name] = (steps[name] / like(counts[name], steps[name])).to(steps[name].dtype)
-        for name in self.agent.standardise:
-            x, (mean, square) = steps[name], (columns.pop(0) / counts[weight_of(name)] for _ in range(2))
-            std = (square - mean * mean).clamp(min=0.0).sqrt() + 1e-8
-            steps[name] = ((x - like(mean, x)) / like(std, x)).to(x.dtype)
-        return minibatches._replace(steps=steps)
 
     def _gradient_one(
         self,

@@ -52,7 +52,7 @@ def test_every_group_follows_its_own_loss_alone(seed):
     learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=1, max_grad_norm=1e9), num_iterations=1)
     state = learner.init(params, buffers)._replace(targets=targets)
     one = Batch({k: v[None] for k, v in batch.steps.items()})
-    after, _, (priority,) = learner.learn(state, one, learner.moments_of(one.steps), random.key(seed))
+    after, _, (priority,) = learner.learn(state, one, learner.dealer.moments_of(one.steps), random.key(seed))
     mu = learner.groups.by_parameter(after.mu)
     assert priority.shape == (ROWS,)
     for group, names in learner.groups.names.items():

@@ -130,7 +130,7 @@ def test_every_group_follows_its_own_loss_alone(seed, spec):
     learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=1, max_grad_norm=1e9), num_iterations=1)
     state = learner.init(params, buffers)._replace(targets=targets)
     one = Batch({k: v[None] for k, v in batch.steps.items()})
-    after, _, (priority,) = learner.learn(state, one, learner.moments_of(one.steps), random.key(seed))
+    after, _, (priority,) = learner.learn(state, one, learner.dealer.moments_of(one.steps), random.key(seed))
     mu = learner.groups.by_parameter(after.mu)
     assert priority.shape == (ROWS,)
     for group, names in learner.groups.names.items():
@@ -155,7 +155,7 @@ def test_targets_follow_slowly(seed):
     learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=1), num_iterations=1)
     one = Batch({k: v[None] for k, v in to_batch(minibatch(seed, False)).steps.items()})
     state = learner.init(params, buffers)._replace(targets=targets)
-    after, *_ = learner.learn(state, one, learner.moments_of(one.steps), random.key(seed))
+    after, *_ = learner.learn(state, one, learner.dealer.moments_of(one.steps), random.key(seed))
     for name, old in targets.items():
         torch.testing.assert_close(after.targets[name], 0.75 * old + 0.25 * after.params[name])
         assert not torch.equal(after.targets[name], old)

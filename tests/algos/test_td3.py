@@ -79,7 +79,7 @@ def test_policy_and_targets_wait_for_the_critics(seed, interval):
     state = learner.init(params, buffers)
     for step in range(1, 7):
         one = Batch({k: v[None] for k, v in to_batch(minibatch(seed + step)).steps.items()})
-        after, *_ = learner.learn(state, one, learner.moments_of(one.steps), random.key(seed + step))
+        after, *_ = learner.learn(state, one, learner.dealer.moments_of(one.steps), random.key(seed + step))
         due = step % interval == 0
         for name, old in state.params.items():
             moved = not torch.equal(after.params[name], old)
@@ -99,7 +99,7 @@ def test_every_group_follows_its_own_loss_alone(seed):
     state = learner.init(params, buffers)._replace(targets=targets)
     state = state._replace(num_steps=torch.ones((), dtype=torch.int64))  # the next step is even: the policy moves too
     one = Batch({k: v[None] for k, v in batch.steps.items()})
-    after, *_ = learner.learn(state, one, learner.moments_of(one.steps), random.key(seed))
+    after, *_ = learner.learn(state, one, learner.dealer.moments_of(one.steps), random.key(seed))
     mu = learner.groups.by_parameter(after.mu)
     for group, names in learner.groups.names.items():
         want = torch.autograd.grad(losses[group], [leaves[name] for name in names], retain_graph=True)

@@ -173,4 +173,4 @@ class ReplayLearner:
         if not self.agent.recurrent:
             steps = pytree.tree_map(lambda x: x.flatten(1, 2), steps)
         state = pytree.tree_map(deal_state, batch.actor_state) if self.agent.recurrent else ()
-        return Batch(steps, state), self.learner.moments_of(steps), deal_state(drawn.leaf).flatten()
+        return Batch(steps, state), self.learner.dealer.moments_of(steps), deal_state(drawn.leaf).flatten()

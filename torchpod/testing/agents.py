@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.actions import lead_of, mask_of
 from torchpod.agent import Agent, Variables, bind, variables_of
+from torchpod.dealer import weight_of, weights_of
 from torchpod.env import Env
-from torchpod.learner import weight_of, weights_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, EnvSpec, SpecTree
 from torchpod.testing.contract import (
