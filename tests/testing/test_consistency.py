@@ -12,7 +12,7 @@ from torchpod.envs import FourRooms
 from torchpod.envs.grids.four_rooms import is_wall
 from torchpod.main import main
 from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
-from torchpod.testing import ConsistencyError, check_consistency
+from torchpod.testing import ConsistencyError, ContractError, check_consistency
 
 MOVES = [(-1, 0), (0, 1), (1, 0), (0, -1)]
 
@@ -227,6 +227,21 @@ def test_what_cannot_be_compared_is_refused():
         check_consistency(HostEnv(Lift()), PlainLift())
     with pytest.raises(ValueError, match="num_envs=0 and num_steps=5 must be at least 1"):
         check_consistency(Lift(), PlainLift(), num_envs=0, num_steps=5)
+
+
+class Branching(Lift):
+    """Reads a tensor where Python decides."""
+
+    def transition(self, state, action, keys):
+        if state > self.top:
+            state = state * 0
+        return super().transition(state, action, keys)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_code_that_branches_on_a_tensor_is_named_with_its_line(compile, seed):
+    with pytest.raises(ContractError, match=r"Branching\.transition branches on a tensor \(test_consistency\.py, line"):
+        check_consistency(Branching(), PlainLift(), compile=compile, seed=seed)
 
 
 def test_the_command_line_compares_two_classes(capsys):
