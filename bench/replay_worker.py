@@ -5,6 +5,7 @@ taskset -c 0 python -m torchpod.bench.replay_worker --case sample_vector --side 
 
 import argparse
 import json
+import math
 import resource
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,10 +37,13 @@ class Case(NamedTuple):
     prioritised: bool = False
     memory: float = 0.0
     """MB that our process may take at most; 0 if that is not looked at."""
+    frame_stack: int = 1
+    """Frames that an observation holds, of which ours keeps the newest."""
 
 
 VECTOR, IMAGE = ((4,), torch.float32, 1_000_000, 64, 16), ((84, 84, 4), torch.uint8, 20_000, 16, 16)
 FRAMES = (84, 84, 1), torch.uint8, 1_000_000, 16, 16
+STACKS = (84, 84, 4), *FRAMES[1:]
 FRAMES_MEMORY = 84 * 84 + 20 + 750
 """MB: a million steps, and 750 for Python, PyTorch, the compiled program and its samples."""
 CASES = (
@@ -49,6 +53,8 @@ CASES = (
     Case("sample_image", "sample", *IMAGE),
     Case("insert_million_frames", "insert", *FRAMES, memory=FRAMES_MEMORY),
     Case("sample_million_frames", "sample", *FRAMES, memory=FRAMES_MEMORY),
+    Case("insert_million_stacks", "insert", *STACKS, memory=FRAMES_MEMORY, frame_stack=4),
+    Case("sample_million_stacks", "sample", *STACKS, memory=FRAMES_MEMORY, frame_stack=4),
     Case("sample_prioritised", "sample", *VECTOR, prioritised=True),
     Case("priorities", "priorities", *VECTOR, prioritised=True),
 )
@@ -58,10 +64,15 @@ SIDES = ("torchpod", "torchrl", "numpy")
 
 
 def trajectory_of(case: Case, seed: int) -> Trajectory:
-    """An unroll of noise."""
+    """An unroll of noise; with stacks of frames, one that goes on from itself when it is stored again."""
     torch.manual_seed(seed)
     lead = (case.unroll_length + 1, case.num_envs)
     observation = torch.rand(*lead, *case.shape) * 255 if case.dtype == torch.uint8 else torch.rand(*lead, *case.shape)
+    if case.frame_stack > 1:
+        newest = observation[:-1, ..., -1]
+        stack = [newest.roll(age, 0) for age in reversed(range(case.frame_stack))]
+        observation = torch.stack(stack, -1)
+        observation = torch.cat([observation, observation[:1]])
     timestep = TimeStep(
         torch.full(lead, MID, dtype=torch.int32), torch.rand(lead), torch.ones(lead), observation.to(case.dtype), {}
     )
@@ -71,7 +82,9 @@ def trajectory_of(case: Case, seed: int) -> Trajectory:
 def torchpod(case: Case, seed: int) -> Callable[[], object]:
     """Ours, compiled."""
     trajectory = trajectory_of(case, seed)
-    config = ReplayConfig(capacity=case.capacity, min_size=1, prioritised=case.prioritised)
+    config = ReplayConfig(
+        capacity=case.capacity, min_size=1, prioritised=case.prioritised, frame_stack=case.frame_stack
+    )
     sizes = {"num_envs": case.num_envs, "unroll_length": case.unroll_length}
     buffer = ReplayBuffer(config, length=1, sequences=False, **sizes)
     priorities, iteration = buffer.priorities("cpu"), torch.zeros((), dtype=torch.int64)
@@ -196,6 +209,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     case = next(case for case in CASES if case.name == args.case)
+    if case.frame_stack > 1 and args.side != "torchpod":
+        needed = case.capacity * math.prod(case.shape) * (2 if args.side == "torchrl" else 1)
+        parser.exit(1, f"{args.side} keeps whole stacks, and a million of them take {needed / 1e9:.0f} GB.\n")
     rows = case.num_envs * case.unroll_length if case.what == "insert" else ROWS
     work = {"mode": case.what, "num_envs": case.num_envs, "unroll_length": case.unroll_length, "batch_rows": rows}
     call = {"torchpod": torchpod, "torchrl": torchrl, "numpy": numpy}[args.side](case, args.seed)
