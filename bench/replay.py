@@ -3,11 +3,11 @@
     torchpod bench replay [--json FILE] [--quick] [--only NAME]
 
 A million steps of four numbers, of a frame of 84 x 84 bytes, or of stacks of four such frames, of which torchpod keeps
-the newest (the others would need 28 and 56 GB); and 20,000 steps of stacks that are kept whole. Stored are unrolls of 16
-steps of 64 (16) environments; samples are 256 transitions. torchpod and NumPy hold an observation once, TorchRL twice,
-as its collectors write it; torchpod's samples are compiled and never begin at a reset. Counted are rows. A million
-frames, or stacks, must fit into what is stated of them (replay_worker.py), the most that the process ever takes. Read
-harness.py first.
+the newest (the others would need 28 and 56 GB); and 20,000 steps of stacks that are kept whole. Stored are unrolls of
+16 steps of 64 (16) environments; samples are 256 transitions. torchpod and NumPy hold an observation once, TorchRL
+twice, as its collectors write it; torchpod's samples are compiled and never begin at a reset. Counted are rows. A
+million frames, or stacks, must fit into what is stated of them (replay_worker.py), the most that the process ever
+takes. Read harness.py first.
 """
 
 import os
