@@ -314,6 +314,8 @@ def notes(case: Case, row: Row, details: Details, peak: Gpu | None) -> list[str]
         )
         if details["kernels"]:
             told[-1] += f", launches {1e6 * found.launches_s / length:,.0f} ({details['kernels'] / length:,.1f})"
+        if row.ratio is not None:
+            told[-1] += f", {row.ratio * per_step * length / 1e6 / found.seconds:,.0f} x NumPy if it were reached"
     told.append(f"memory {details.get('memory_bytes', 0) / 1e9:.2f} GB")
     if case.mode in LEARNING:
         told.append(f"networks {'fused' if fused(details) else 'not fused'}, {number_type(details)}")

@@ -133,8 +133,8 @@ def test_a_row_says_agent_steps_floor_memory_and_the_figure_of_warpdrive(tmp_pat
     assert row["ratio"] == 100.0 and row["peer"]["name"] == "numpy"
     # 2000 x (2 x 49 bytes of state + 5 agents x 4 x (21 + 6) bytes) at 10 GB/s
     assert row["note"] == (
-        "4,900,000 agent steps/s; step 2,041 us, floor 128: bytes 128 (1.28 MB), flops 0 (0.0 M); memory 2.00 GB; "
-        "0.10 x WarpDrive's 9,800,000 on an A100"
+        "4,900,000 agent steps/s; step 2,041 us, floor 128: bytes 128 (1.28 MB), flops 0 (0.0 M), 1,599 x NumPy "
+        "if it were reached; memory 2.00 GB; 0.10 x WarpDrive's 9,800,000 on an A100"
     )
     assert sampler["peer"] is None and sampler["note"].startswith("4,900,000 samples/s; step 2,041 us, floor 28:")
 
