@@ -29,9 +29,15 @@ def apart(observation: Tree, count: int, axis: int) -> dict[str, Tensor]:
             f"one is {found}; set it to the environment's own, or to 1."
         )
     each, num = observation.shape[-1] // count, observation.shape[axis] - 1
-    older, newer = observation[..., :-each], observation[..., each:]
-    same = older.narrow(axis, 1, num) == newer.narrow(axis, 0, num)
-    return {"observation": observation[..., -each:], "goes_on": same.flatten(axis + 2).all(-1)}
+    # Bytes that lie together, the newest frame of the step after among them, which does not count: ten times as fast as
+    # to compare slices of three bytes in four.
+    flat = observation.flatten(axis + 2)
+    older, newer = flat.narrow(axis, 1, num)[..., :-each], flat.narrow(axis, 0, num)[..., each:]
+    is_newest = (
+        torch.arange(older.shape[-1], device=flat.device) % observation.shape[-1] >= observation.shape[-1] - each
+    )
+    same = (older == newer).bitwise_or_(is_newest).view(torch.uint8)  # `amin` is vectorised, `all` is not
+    return {"observation": observation[..., -each:], "goes_on": same.amin(-1) > 0}
 
 
 def together(newest: Tensor, goes_on: Tensor, slot: Tensor, env: Tensor, count: int) -> Tensor:
