@@ -181,6 +181,16 @@ def test_what_is_no_stack_of_frames_is_refused(seed, change, told):
         ring.check_memory(changed)
 
 
+def test_what_is_no_stack_of_frames_is_refused_later_too(seed):
+    ring, (first, second) = make(), films(seed, 2)
+    ring.insert(first, torch.tensor(0), ())
+    stored = pytree.tree_map(torch.clone, ring.storage)
+    timestep = second.timestep._replace(observation=second.timestep.observation.flip(-1))
+    with pytest.raises(ValueError, match="in step 1 is no stack of 3 frames that goes on"):
+        ring.insert(second._replace(timestep=timestep), torch.tensor(1), ())
+    assert all(torch.equal(a, b) for a, b in zip(*map(pytree.tree_leaves, (stored, ring.storage)), strict=True))
+
+
 def test_the_first_observation_of_a_run_repeats_a_frame(seed):
     trajectory = next(films(seed, 1))
     later = pytree.tree_map(lambda x: x[1:2], trajectory.timestep._replace(extras={}))

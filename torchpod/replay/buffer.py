@@ -174,11 +174,13 @@ class ReplayBuffer:
           priorities: written in place.
 
         Raises:
-          ValueError: at the first call, if there is not enough memory, or if observations are no stacks of frames.
+          ValueError: at the first call, if there is not enough memory; if observations are no stacks of frames, on a
+            GPU at the first call alone.
         """
         given = self._given(trajectory)
-        if self._read is None:
+        if self._read is None or not trajectory.timestep.step_type.is_cuda:  # which would wait for the GPU
             self._check_frames(trajectory, given, begins=False)
+        if self._read is None:
             self.storage, self._read = self._allocate(given), reader(given)
             if self.restore:
                 self.restore(self.storage)

@@ -72,13 +72,13 @@ def check(observation: Tree, parts: dict[str, Tensor], count: int, axis: int, *,
       begins: the first step begins episodes; otherwise it goes on from one that is not known here.
     """
     assert isinstance(observation, Tensor)
-    repeated = parts["observation"].repeat(*[1] * (observation.dim() - 1), count)
-    fine = (observation == repeated).flatten(axis + 2).all(-1)
-    fine.narrow(axis, 1, fine.shape[axis] - 1).logical_or_(parts["goes_on"])
-    if not begins:
-        fine.narrow(axis, 0, 1).fill_(True)
-    if not fine.all():
-        *_, step, env = (~fine).nonzero()[0].tolist()
+    shape = observation.narrow(axis, 0, 1).shape[: axis + 2]
+    others = ~torch.cat([torch.full(shape, not begins, device=observation.device), parts["goes_on"]], axis)
+    stack = observation[others]
+    newest = stack[..., -(stack.shape[-1] // count) :]
+    broken = (stack != newest.repeat(*[1] * (stack.dim() - 1), count)).flatten(1).any(-1)
+    if broken.any():
+        *_, step, env = others.nonzero()[broken][0].tolist()
         raise ValueError(
             f"algo.replay.frame_stack={count}: the observation of environment {env} in step {step} is no stack of "
             f"{count} frames that goes on from the one before or repeats one frame; set it to 1."
