@@ -75,7 +75,7 @@ class Dealer:
           counter: int64 scalar, where in the streams of the keys this shuffle is drawn.
 
         Raises:
-          SplitError: B or T is no multiple of M, where it has to be.
+          SplitError: B is no multiple of M, where environments are dealt whole: if the agent is recurrent or T is none.
         """
         if self.ranks.world_size == 1:
             return self._deal_alone(batch, keys, counter)

@@ -178,7 +178,7 @@ class ReplayBuffer:
             GPU at the first call alone.
         """
         given = self._given(trajectory)
-        if self._read is None or not trajectory.timestep.step_type.is_cuda:  # which would wait for the GPU
+        if self._read is None or trajectory.timestep.step_type.device.type == "cpu":  # a GPU would be waited for
             self._check_frames(trajectory, given, begins=False)
         if self._read is None:
             self.storage, self._read = self._allocate(given), reader(given)

@@ -33,9 +33,8 @@ def apart(observation: Tree, count: int, axis: int) -> dict[str, Tensor]:
     # to compare slices of three bytes in four.
     flat = observation.flatten(axis + 2)
     older, newer = flat.narrow(axis, 1, num)[..., :-each], flat.narrow(axis, 0, num)[..., each:]
-    is_newest = (
-        torch.arange(older.shape[-1], device=flat.device) % observation.shape[-1] >= observation.shape[-1] - each
-    )
+    place = torch.arange(older.shape[-1], device=flat.device) % observation.shape[-1]
+    is_newest = place >= observation.shape[-1] - each
     same = (older == newer).bitwise_or_(is_newest).view(torch.uint8)  # `amin` is vectorised, `all` is not
     return {"observation": observation[..., -each:], "goes_on": same.amin(-1) > 0}
 
