@@ -1,5 +1,10 @@
 """Networks in CPU programs: what is recognised, and that it computes what the module does."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -251,3 +256,63 @@ def test_other_types_and_second_derivatives_are_left_alone(generator):
         return torch.func.grad(lambda p: sum(g.square().sum() for g in torch.func.grad(inner)(p).values()))(params)
 
     require_close_to_float64(twice, params, x)
+
+
+NARROWER = """
+import itertools, sys, time
+import torch
+from torchpod import gxx, mlp
+
+torch.set_num_threads(1)
+torch.manual_seed(int(sys.argv[1]))
+library = gxx.library
+mlp.library = lambda name, *flags: library(name, *flags, *sys.argv[2:])
+mlp.load()
+ops = torch.ops.torchpod
+
+
+def compute(x, parameters, doutput):
+    output, *hidden = ops.mlp3_kept(x, *parameters, 1)
+    return output, *ops.mlp3_backward(doutput, x, *hidden, *parameters[2::2], 1)
+
+
+def plainly(x, parameters, doutput):
+    parameters, y = [p.requires_grad_() for p in parameters], x
+    for i in range(0, len(parameters), 2):
+        y = torch.nn.functional.linear(y, *parameters[i : i + 2])
+        y = y.tanh() if i + 2 < len(parameters) else y
+    return y, *torch.autograd.grad(y, parameters, doutput)
+
+
+for sizes in ([4, 64, 64, 2], [7, 16, 80, 20], [400, 48, 64, 3], [32, 256, 16, 5]):
+    for rows in (1, 4, 9, 2048 if sizes[0] == 4 else 100):
+        x = torch.randn(rows, sizes[0]) * (torch.rand(rows, sizes[0]) < (1.0 if sizes[0] < 64 else rows / 400))
+        parameters = [y for a, b in itertools.pairwise(sizes) for y in (torch.randn(b, a) / a**0.5, torch.randn(b))]
+        doutput = torch.randn(rows, sizes[-1])
+        exact = plainly(x.double(), [p.double() for p in parameters], doutput.double())
+        for actual, expected in zip(compute(x, parameters, doutput), exact, strict=True):
+            size = float(expected.detach().abs().max())
+            torch.testing.assert_close(actual.double(), expected.detach(), rtol=1e-5, atol=3e-6 * max(1.0, size))
+        if rows == 2048:
+            times = {compute: [], plainly: []}
+            for _ in range(15):
+                for f, taken in times.items():
+                    began = time.perf_counter()
+                    f(x, parameters, doutput)
+                    taken.append(time.perf_counter() - began)
+print(min(times[compute]) / min(times[plainly]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags are those of x86")
+@pytest.mark.parametrize(
+    ("capability", "flags", "slowest"),
+    [(None, (), 1.5), ("avx2", ("-mno-avx512f",), 2.0), ("default", ("-mno-avx",), 8.0)],
+)
+def test_vectors_of_any_width_are_right_and_not_slow(capability, flags, slowest, seed):
+    """`slowest`: times what torch takes, a product of matrices after the other, with the widest vectors there are."""
+    told = os.environ | ({} if capability is None else {"ATEN_CPU_CAPABILITY": capability})
+    command = [sys.executable, "-c", NARROWER, str(seed), *flags]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < slowest

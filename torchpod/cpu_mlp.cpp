@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -22,14 +22,20 @@ namespace {
 
 using torch::stable::Tensor;
 
-// --- Sixteen numbers; GCC and Clang make of them what the machine has ---------------------------------------------
+// --- As many numbers as a register has: wider vectors, GCC takes apart through memory, 25 times as slow ------------
 
-constexpr long LANES = 16, TILE = 48, MOST_LAYERS = 4;
-#ifdef __AVX512F__
-constexpr long FEW = 8;
+#if defined(__AVX512F__)
+#define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+constexpr long LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+#define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
+constexpr long LANES = 8, REGISTERS = 16;
 #else
-constexpr long FEW = 0;  // the sums of `few_rows` are more than the registers
+#define EACH_LANE(f) f(0), f(1), f(2), f(3)
+constexpr long LANES = 4, REGISTERS = 16;
 #endif
+constexpr long TILE = 48, MOST_LAYERS = 4, FEW = 8;
+constexpr int WIDEST = REGISTERS == 32 ? 4 : 2;  // vectors of a block's row: six rows of sums stay in registers
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int Ints __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -60,7 +66,6 @@ inline Vec tanh(Vec x) {
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints{__VA_ARGS__}))
 #endif
-#define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #define UPPER(k) (k & W ? k - W + LANES : k)
 #define LOWER(k) (k & W ? k + LANES : k + W)
 #define OWN(k) (k & W ? k + LANES : k)  // a blend, where `UPPER` is a shuffle
@@ -98,8 +103,8 @@ struct View {
   long row, column;
 };
 
-// MR rows times NV vectors of a product: what End begins with, plus A[MR, depth] B[depth, NV * 16], to End. B has
-// contiguous rows. With 6 times 4 all sums stay in the 32 registers of AVX-512.
+// MR rows times NV vectors of a product: what End begins with, plus A[MR, depth] B[depth, NV * LANES], to End. B has
+// contiguous rows. With six rows of `WIDEST` vectors all sums stay in registers.
 template <int MR, int NV, class End>
 inline void block(long depth, View a, const float* b, long ldb, const End& end) {
   Vec sums[MR][NV];
@@ -138,13 +143,13 @@ void columns(long rows, long depth, View a, const float* b, long ldb, const End&
   }
 }
 
-// A[rows, depth] B[depth, cols] to End; cols is a multiple of 16.
+// A[rows, depth] B[depth, cols] to End; cols is a multiple of LANES.
 template <class End>
 void product(long rows, long cols, long depth, View a, const float* b, long ldb, const End& end) {
   long j = 0;
-  for (; j + 4 * LANES <= cols; j += 4 * LANES) columns<4>(rows, depth, a, b + j, ldb, end, j);
+  for (; j + WIDEST * LANES <= cols; j += WIDEST * LANES) columns<WIDEST>(rows, depth, a, b + j, ldb, end, j);
   switch ((cols - j) / LANES) {
-    case 3: return columns<3>(rows, depth, a, b + j, ldb, end, j);
+    case 3: return columns<std::min(3, WIDEST)>(rows, depth, a, b + j, ldb, end, j);
     case 2: return columns<2>(rows, depth, a, b + j, ldb, end, j);
     case 1: return columns<1>(rows, depth, a, b + j, ldb, end, j);
   }
@@ -180,7 +185,7 @@ struct Added {  // out += product
   void end(int r, int v, Vec x) const { store(out + r * ld + LANES * v, x); }
 };
 
-// to[NV * 16] += the sum of the rows
+// to[NV * LANES] += the sum of the rows
 template <int NV>
 void add_rows(long rows, long ld, const float* from, float* to) {
   Vec totals[NV];
@@ -197,6 +202,7 @@ void add_rows(long rows, long ld, const float* from, float* to) {
 
 // From so many inputs on it is worth a look which of them are zero, and then leaving these out, if three in four are.
 constexpr long WIDE = 64, DENSE_FROM = 4;
+constexpr int SPARSE = LANES == 16 ? 4 : 8;  // vectors that a row takes at a time, all of 64 columns
 
 // What is not zero in the rows of a tile: columns and values, row after row.
 struct Sparse {
@@ -204,6 +210,17 @@ struct Sparse {
   float* value;
   long start[TILE + 1];
 };
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each of the 256 sets of lanes, these lanes in order, a byte each, the first the lowest.
+constexpr auto CHOSEN = [] {
+  std::array<uint64_t, 256> found{};
+  for (uint64_t mask = 0; mask < 256; mask++)
+    for (uint64_t lane = 8; lane-- > 0;)
+      if (mask >> lane & 1) found[mask] = found[mask] << 8 | lane;
+  return found;
+}();
+#endif
 
 // Takes `room` for 2 * (rows * in + LANES) numbers.
 inline Sparse compress(long rows, long in, const float* x, float* room) {
@@ -223,6 +240,16 @@ inline Sparse compress(long rows, long in, const float* x, float* room) {
       _mm512_storeu_ps(found.value + count, _mm512_maskz_compress_ps(mask, v));
       count += __builtin_popcount(mask);
     }
+#elif defined(__AVX2__)
+    for (; i + LANES <= in; i += LANES) {
+      const __m256 v = _mm256_loadu_ps(row + i);
+      const int mask = _mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+      const __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(CHOSEN[mask])));
+      const __m256i columns = _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int>(i)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(found.column + count), columns);
+      _mm256_storeu_ps(found.value + count, _mm256_permutevar8x32_ps(v, lanes));
+      count += __builtin_popcount(mask);
+    }
 #endif
     for (; i < in; i++) {
       found.column[count] = static_cast<int>(i);
@@ -236,34 +263,38 @@ inline Sparse compress(long rows, long in, const float* x, float* room) {
 
 inline bool dense(const Sparse& x, long rows, long in) { return x.start[rows] * DENSE_FROM > rows * in; }
 
-// X[rows, in] B[in, NV * 16] to End.
+// X[rows, in] B[in, NV * LANES] to End.
 template <int NV, class End>
 void sparse_columns(long rows, const Sparse& x, const float* b, long ldb, const End& end, long j) {
+  constexpr int PARTS = 8 / NV;  // sums side by side, as many as a processor adds while one waits for its result
   for (long r = 0; r < rows; r++) {
     const End own = end.at(r, j);
-    Vec sums[NV];
-    Vec more[NV]{};  // two sums side by side: neither waits for the other
+    Vec sums[PARTS][NV]{};
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) sums[v] = own.begin(0, v);
+    for (int v = 0; v < NV; v++) sums[0][v] = own.begin(0, v);
+    auto add = [&](long n, int part) {
+      const float* row = b + x.column[n] * ldb + j;
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) sums[part][v] += x.value[n] * load(row + LANES * v);
+    };
     long n = x.start[r];
-    for (; n + 2 <= x.start[r + 1]; n += 2)
+    for (; n + PARTS <= x.start[r + 1]; n += PARTS)
 #pragma GCC unroll 8
-      for (int v = 0; v < NV; v++) {
-        sums[v] += x.value[n] * load(b + x.column[n] * ldb + j + LANES * v);
-        more[v] += x.value[n + 1] * load(b + x.column[n + 1] * ldb + j + LANES * v);
-      }
-    if (n < x.start[r + 1])
+      for (int part = 0; part < PARTS; part++) add(n + part, part);
+    for (; n < x.start[r + 1]; n++) add(n, 0);
 #pragma GCC unroll 8
-      for (int v = 0; v < NV; v++) sums[v] += x.value[n] * load(b + x.column[n] * ldb + j + LANES * v);
+    for (int v = 0; v < NV; v++) {
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) own.end(0, v, sums[v] + more[v]);
+      for (int part = 1; part < PARTS; part++) sums[0][v] += sums[part][v];
+      own.end(0, v, sums[0][v]);
+    }
   }
 }
 
 template <class End>
 void sparse_product(long rows, long cols, const Sparse& x, const float* b, long ldb, const End& end) {
   long j = 0;
-  for (; j + 4 * LANES <= cols; j += 4 * LANES) sparse_columns<4>(rows, x, b, ldb, end, j);
+  for (; j + SPARSE * LANES <= cols; j += SPARSE * LANES) sparse_columns<SPARSE>(rows, x, b, ldb, end, j);
   for (; j < cols; j += LANES) sparse_columns<1>(rows, x, b, ldb, end, j);
 }
 
@@ -284,7 +315,7 @@ void add_sparse_columns(long rows, long size, const Sparse& x, const float* dz, 
 
 void add_sparse(long rows, long size, const Sparse& x, const float* dz, float* to) {
   long j = 0;
-  for (; j + 4 * LANES <= size; j += 4 * LANES) add_sparse_columns<4>(rows, size, x, dz, to, j);
+  for (; j + SPARSE * LANES <= size; j += SPARSE * LANES) add_sparse_columns<SPARSE>(rows, size, x, dz, to, j);
   for (; j < size; j += LANES) add_sparse_columns<1>(rows, size, x, dz, to, j);
 }
 
@@ -305,7 +336,7 @@ void few_rows(long rows, long size, long in, View a, const float* weights, const
   for (long i = 0; i < rows * size; i += LANES) store(y + i, activate(kind, load(y + i)));
 }
 
-// A head of a few outputs: sixteen dot products at a time, of one row after the other.
+// A head of a few outputs: `LANES` dot products at a time, of one row after the other.
 void head(long rows, long size, long in, View a, const float* weights, const float* bias, float* out) {
   for (long begin = 0, r = 0, o = 0; begin < rows * size; begin += LANES) {
     const long count = std::min(LANES, rows * size - begin);
@@ -340,12 +371,13 @@ struct Network {
   long room() const { return 2 * TILE * widest() + (wide() ? 2 * up(TILE * sizes[0] + LANES) : 0); }
 };
 
-// Memory that a thread keeps from call to call.
+// Memory that a thread keeps from call to call; it begins with a line of the cache.
 float* scratch(long size) {
+  constexpr long LINE = 64;
   static thread_local std::vector<float> memory;
-  if (static_cast<long>(memory.size()) < size + LANES) memory.resize(size + LANES);
+  if (const size_t all = size + LINE / sizeof(float); memory.size() < all) memory.resize(all);
   const auto address = reinterpret_cast<uintptr_t>(memory.data());
-  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+  return reinterpret_cast<float*>((address + LINE - 1) / LINE * LINE);
 }
 
 // A head so narrow that a dot product per output is less than a vector of outputs.
@@ -357,7 +389,7 @@ long packed_size(const Network& net) {
   return size;
 }
 
-// Every [2 W, 2 W] of a [16, 16] changes its upper right [W, W] for the lower left one.
+// Every [2 W, 2 W] of a [LANES, LANES] changes its upper right [W, W] for the lower left one; then those twice as large.
 template <int W>
 inline void swap_blocks(Vec* rows) {
 #pragma GCC unroll 16
@@ -367,6 +399,7 @@ inline void swap_blocks(Vec* rows) {
     rows[i] = SHUFFLE(a, b, EACH_LANE(UPPER));
     rows[i + W] = SHUFFLE(a, b, EACH_LANE(LOWER));
   }
+  if constexpr (2 * W < LANES) swap_blocks<2 * W>(rows);
 }
 
 // from[rows, cols] to to[cols, ld]
@@ -378,9 +411,6 @@ void transpose(long rows, long cols, const float* from, float* to, long ld) {
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; i++) own[i] = load(from + (r + i) * cols + c);
       swap_blocks<1>(own);
-      swap_blocks<2>(own);
-      swap_blocks<4>(own);
-      swap_blocks<8>(own);
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; i++) store(to + (c + i) * ld + r, own[i]);
     }
