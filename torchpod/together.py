@@ -38,6 +38,10 @@ computes, does not depend on what it is compiled with. But for errors, which wou
 _ENTRY = "\nvoid inductor_entry_impl("
 """Where the calls of the kernels begin: a third of a program, of which -O3 makes nothing that is worth a quarter of
 g++'s time (one core of an AMD EPYC, PPO on CartPole: 7.8 s, and 5.8 with -O1 for these)."""
+_VECTORS = Path(__file__).with_name("cpu_vectors.h").read_text()
+"""Functions that are better than those of torch's headers."""
+_LOADU = re.compile(r"\b(at::vec::Vectorized(?:N)?<[^<>]+>)::loadu\(")
+_STORE = re.compile(r"\b(tmp\w+)\.store\(")
 _INCLUDE = re.compile(r"^[ \t]*#include.*$", re.MULTILINE)
 
 
@@ -279,7 +283,7 @@ def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, str]:
     command_line = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     if config[-1]:
         options.precompiled_header = gxx.precompiled(command_line, **settings)
-    return options, repr((command_line, gxx.versions(), gxx.processor()))
+    return options, repr((command_line, gxx.versions(), gxx.processor(), _VECTORS))
 
 
 def _compile(programs: Sequence[Program]) -> None:
@@ -316,9 +320,10 @@ def _whole(programs: Sequence[Program]) -> str:
     for key, source, _, _ in programs:
         # Kernels of C++ instead of C may have the same names; the module and its initialiser get one of their own.
         own = _INCLUDE.sub("", source).replace('extern "C"', "__attribute__((flatten))")
+        own = _STORE.sub(r"store(\1, ", _LOADU.sub(r"loadu<\1>(", own))
         own = own.replace(_ENTRY, f'\n__attribute__((optimize("O1"))){_ENTRY}')
         own = own.replace("PyInit_inductor_entry_cpp", f"PyInit_{key}")
         own = own.replace('PyModuleDef_HEAD_INIT, "inductor_entry_cpp"', f'PyModuleDef_HEAD_INIT, "{key}"')
         enter = f'extern "C" void enter_{key}(AtenTensorHandle* inputs, AtenTensorHandle* outputs)'
         parts.append(f"namespace {key} {{\n{own}\n{enter} {{ inductor_entry_impl(inputs, outputs); }}\n}}\n")
-    return "\n".join([*includes, *_APART, *parts])
+    return "\n".join([*includes, _VECTORS, *_APART, *parts])
