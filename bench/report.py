@@ -134,7 +134,13 @@ def _before(name: str) -> str:
 def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     latest = _with_parts(runs)
     machine = latest["hardware"]
-    device = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine["gpu"] else "")
+    told = [
+        machine["cpu"],
+        machine.get("vectors"),
+        f"{machine['cores']} cores",
+        machine["gpu"],
+    ]  # vectors since 2026-11-25
+    device = ", ".join(filter(None, told))
     products = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in latest["calibration_gflops"].items())
     versions = latest["rows"][0]["versions"] if latest["rows"] else {}
     lines = [

@@ -75,6 +75,14 @@ def test_what_is_behind_a_part_is_left_alone():
     require_equal_compiled(fn, [(torch.randn(6, length),) for length in range(1, 18)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks(dtype):
+    def fn(x, mask):
+        return torch.where(mask, x, 3), x > 0, (x > 0) & ~mask, torch.where(mask, x.double(), 0.5), mask.float() + 1
+
+    require_equal_compiled(fn, [(drawn((5, n), dtype), torch.rand(5, n) < 0.5) for n in LENGTHS])
+
+
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="AVX2 is what the tests above had")
 def test_all_of_the_above_with_avx2():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]

@@ -1,5 +1,5 @@
 // What ATen's vectors and inductor's headers do better so; together.py puts it in front of inductor's programs, and has
-// them call `loadu` and `store` of these.
+// them call `loadu`, `store` and `mask_from` of these.
 
 // `V::loadu(p, count)`, but less than a whole vector.
 template <class V>
@@ -28,6 +28,36 @@ struct Part<at::vec::VectorizedN<T, N>> {
 template <class V, class T>
 inline void store(V v, T* p, int64_t count = V::size()) {
   v.store(p, count);
+}
+
+template <class M, class... Args>
+inline M mask_from(Args... args) {
+  return M::from(args...);
+}
+
+// Masks and bools: else byte by byte through the stack, with a branch for each.
+using Lanes = at::vec::Vectorized<int32_t>;
+typedef int32_t Words __attribute__((vector_size(4 * Lanes::size())));
+typedef int8_t Bytes __attribute__((vector_size(Lanes::size())));
+
+template <class M, class B>
+  requires(M::size() == Lanes::size() && std::is_same_v<std::remove_const_t<B>, bool>)
+inline M mask_from(B* p, int64_t count) {
+  Bytes bytes{};
+  std::memcpy(&bytes, p, std::min<int64_t>(count, Lanes::size()));
+  const Words words = __builtin_convertvector(bytes, Words) != 0;
+  const at::vec::VecMask<int32_t, 1> mask(std::bit_cast<Lanes>(words));
+  return [&]<class T, int N>(std::type_identity<at::vec::VecMask<T, N>>) {
+    return mask.template cast<T, N>();
+  }(std::type_identity<M>{});
+}
+
+template <class T, int N>
+  requires(at::vec::VecMask<T, N>::size() == Lanes::size())
+inline void store(at::vec::VecMask<T, N> v, bool* p, int64_t count = Lanes::size()) {
+  const Words words = std::bit_cast<Words>(Lanes(v.template cast<int32_t, 1>()[0]));
+  const Bytes bytes = __builtin_convertvector(words, Bytes) & 1;
+  std::memcpy(p, &bytes, std::min<int64_t>(count, Lanes::size()));
 }
 
 #ifdef CPU_CAPABILITY_AVX2

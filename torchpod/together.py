@@ -41,6 +41,7 @@ g++'s time (one core of an AMD EPYC, PPO on CartPole: 7.8 s, and 5.8 with -O1 fo
 _VECTORS = Path(__file__).with_name("cpu_vectors.h").read_text()
 """Functions that are better than those of torch's headers."""
 _LOADU = re.compile(r"\b(at::vec::Vectorized(?:N)?<[^<>]+>)::loadu\(")
+_MASK = re.compile(r"\b(at::vec::VecMask<[^<>]+>)::from\(")
 _STORE = re.compile(r"\b(tmp\w+)\.store\(")
 _INCLUDE = re.compile(r"^[ \t]*#include.*$", re.MULTILINE)
 
@@ -320,7 +321,7 @@ def _whole(programs: Sequence[Program]) -> str:
     for key, source, _, _ in programs:
         # Kernels of C++ instead of C may have the same names; the module and its initialiser get one of their own.
         own = _INCLUDE.sub("", source).replace('extern "C"', "__attribute__((flatten))")
-        own = _STORE.sub(r"store(\1, ", _LOADU.sub(r"loadu<\1>(", own))
+        own = _STORE.sub(r"store(\1, ", _MASK.sub(r"mask_from<\1>(", _LOADU.sub(r"loadu<\1>(", own)))
         own = own.replace(_ENTRY, f'\n__attribute__((optimize("O1"))){_ENTRY}')
         own = own.replace("PyInit_inductor_entry_cpp", f"PyInit_{key}")
         own = own.replace('PyModuleDef_HEAD_INIT, "inductor_entry_cpp"', f'PyModuleDef_HEAD_INIT, "{key}"')

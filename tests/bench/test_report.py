@@ -38,6 +38,10 @@ def test_the_page_shows_the_newest_run_with_its_ratio_and_interval():
     assert "| ppo_cartpole/1024 | 123,456 | jax 100,000 | 1.23 [1.13, 1.33] | >= 1.2 x: met |  |" in page
     assert "| ppo_cartpole/1024 | 1.00 | 1.23 |" in page  # the history
     assert page.count("## anakin on some-cpu-2-cores") == 1
+    assert "\nSome CPU, 2 cores. 2030-01-02" in page
+    newer = document("2030-01-03T00:00:00", "ccc", 1.0)
+    newer["hardware"] |= {"vectors": "AVX2", "gpu": "Some GPU"}
+    assert "\nSome CPU, AVX2, 2 cores, Some GPU. 2030-01-03" in report.render([newer])
 
 
 def test_a_missing_peer_and_a_failure_are_written_out():
