@@ -161,9 +161,15 @@ def hardware() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     words = [brand, family, model, f"{cores} cores", *([gpu] if gpu else [])]
     name = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
-    vectors = torch.backends.cpu.get_cpu_capability()
-    found = {"name": name, "cpu": brand, "cpu_family": family, "cpu_model": model, "vectors": vectors}
-    return found | {"cores": cores, "gpu": gpu}
+    return {
+        "name": name,
+        "cpu": brand,
+        "cpu_family": family,
+        "cpu_model": model,
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "cores": cores,
+        "gpu": gpu,
+    }
 
 
 def calibrate(core: int | None) -> dict[str, float]:

@@ -134,13 +134,8 @@ def _before(name: str) -> str:
 def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     latest = _with_parts(runs)
     machine = latest["hardware"]
-    told = [
-        machine["cpu"],
-        machine.get("vectors"),
-        f"{machine['cores']} cores",
-        machine["gpu"],
-    ]  # vectors since 2026-11-25
-    device = ", ".join(filter(None, told))
+    vectors = machine.get("vectors")  # told since 2026-11-25
+    device = ", ".join(filter(None, [machine["cpu"], vectors, f"{machine['cores']} cores", machine["gpu"]]))
     products = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in latest["calibration_gflops"].items())
     versions = latest["rows"][0]["versions"] if latest["rows"] else {}
     lines = [

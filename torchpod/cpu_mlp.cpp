@@ -24,18 +24,22 @@ using torch::stable::Tensor;
 
 // --- As many numbers as a register has: wider vectors, GCC takes apart through memory, 25 times as slow ------------
 
+// LANES numbers are a vector. So many vectors of a row of sums stay in registers: WIDEST of six rows side by side, and
+// SPARSEST of one that leaves out zeros.
 #if defined(__AVX512F__)
 #define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
-constexpr long LANES = 16, REGISTERS = 32;
+constexpr long LANES = 16;
+constexpr int WIDEST = 4, SPARSEST = 4;
 #elif defined(__AVX__)
 #define EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
-constexpr long LANES = 8, REGISTERS = 16;
+constexpr long LANES = 8;
+constexpr int WIDEST = 2, SPARSEST = 8;
 #else
 #define EACH_LANE(f) f(0), f(1), f(2), f(3)
-constexpr long LANES = 4, REGISTERS = 16;
+constexpr long LANES = 4;
+constexpr int WIDEST = 2, SPARSEST = 8;
 #endif
 constexpr long TILE = 48, MOST_LAYERS = 4, FEW = 8;
-constexpr int WIDEST = REGISTERS == 32 ? 4 : 2;  // vectors of a block's row: six rows of sums stay in registers
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int Ints __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -202,7 +206,6 @@ void add_rows(long rows, long ld, const float* from, float* to) {
 
 // From so many inputs on it is worth a look which of them are zero, and then leaving these out, if three in four are.
 constexpr long WIDE = 64, DENSE_FROM = 4;
-constexpr int SPARSE = LANES == 16 ? 4 : 8;  // vectors that a row takes at a time, all of 64 columns
 
 // What is not zero in the rows of a tile: columns and values, row after row.
 struct Sparse {
@@ -294,7 +297,7 @@ void sparse_columns(long rows, const Sparse& x, const float* b, long ldb, const 
 template <class End>
 void sparse_product(long rows, long cols, const Sparse& x, const float* b, long ldb, const End& end) {
   long j = 0;
-  for (; j + SPARSE * LANES <= cols; j += SPARSE * LANES) sparse_columns<SPARSE>(rows, x, b, ldb, end, j);
+  for (; j + SPARSEST * LANES <= cols; j += SPARSEST * LANES) sparse_columns<SPARSEST>(rows, x, b, ldb, end, j);
   for (; j < cols; j += LANES) sparse_columns<1>(rows, x, b, ldb, end, j);
 }
 
@@ -315,11 +318,11 @@ void add_sparse_columns(long rows, long size, const Sparse& x, const float* dz, 
 
 void add_sparse(long rows, long size, const Sparse& x, const float* dz, float* to) {
   long j = 0;
-  for (; j + SPARSE * LANES <= size; j += SPARSE * LANES) add_sparse_columns<SPARSE>(rows, size, x, dz, to, j);
+  for (; j + SPARSEST * LANES <= size; j += SPARSEST * LANES) add_sparse_columns<SPARSEST>(rows, size, x, dz, to, j);
   for (; j < size; j += LANES) add_sparse_columns<1>(rows, size, x, dz, to, j);
 }
 
-// --- Products with few rows, from weights as they are: [size, in], both multiples of 16 ------------------------------
+// --- Products with few rows, from weights as they are: [size, in], both multiples of LANES ---------------------------
 
 void few_rows(long rows, long size, long in, View a, const float* weights, const float* bias, Activation kind, float* y) {
   for (long r = 0; r < rows; r++)

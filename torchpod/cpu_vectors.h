@@ -1,6 +1,8 @@
 // What ATen's vectors and inductor's headers do better so; together.py puts it in front of inductor's programs, and has
 // them call `loadu`, `store` and `mask_from` of these.
 
+namespace torchpod {
+
 // `V::loadu(p, count)`, but less than a whole vector.
 template <class V>
 struct Part {
@@ -19,8 +21,8 @@ struct Part<at::vec::VectorizedN<T, N>> {
     using V = at::vec::Vectorized<T>;
     at::vec::VectorizedN<T, N> result;
 #pragma GCC unroll 8
-    for (int i = 0; i < N; i++)
-      result[i] = ::loadu<V>(static_cast<const T*>(p) + i * V::size(), std::max<int64_t>(0, count - i * V::size()));
+    for (int i = 0; i < N; i++, count -= V::size())
+      result[i] = count > 0 ? torchpod::loadu<V>(static_cast<const T*>(p) + i * V::size(), count) : V(1);
     return result;
   }
 };
@@ -46,7 +48,7 @@ inline M mask_from(B* p, int64_t count) {
   Bytes bytes{};
   std::memcpy(&bytes, p, std::min<int64_t>(count, Lanes::size()));
   const Words words = __builtin_convertvector(bytes, Words) != 0;
-  const at::vec::VecMask<int32_t, 1> mask(std::bit_cast<Lanes>(words));
+  const at::vec::VecMask<int32_t, 1> mask(Lanes::loadu(&words));
   return [&]<class T, int N>(std::type_identity<at::vec::VecMask<T, N>>) {
     return mask.template cast<T, N>();
   }(std::type_identity<M>{});
@@ -55,12 +57,17 @@ inline M mask_from(B* p, int64_t count) {
 template <class T, int N>
   requires(at::vec::VecMask<T, N>::size() == Lanes::size())
 inline void store(at::vec::VecMask<T, N> v, bool* p, int64_t count = Lanes::size()) {
-  const Words words = std::bit_cast<Words>(Lanes(v.template cast<int32_t, 1>()[0]));
+  Words words;
+  v.template cast<int32_t, 1>()[0].store(&words);
   const Bytes bytes = __builtin_convertvector(words, Bytes) & 1;
   std::memcpy(p, &bytes, std::min<int64_t>(count, Lanes::size()));
 }
 
+}  // namespace torchpod
+
 #ifdef CPU_CAPABILITY_AVX2
+namespace torchpod {
+
 // A store with a mask takes dozens of steps on many processors, and a load with one waits for stores smaller than it.
 inline __m128 less_than_four(const float* p, int64_t count) {
   const __m128 two = count & 2 ? _mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(p))) : _mm_setzero_ps();
@@ -113,6 +120,8 @@ inline void store(at::vec::Vectorized<float> v, float* p, int64_t count = 8) {
   if (count & 1) _mm_store_ss(p, left);
 }
 
+}  // namespace torchpod
+
 // Number by number in the header, for want of a transposition of any [M, N].
 template <>
 struct transpose_mxn_helper<float, false> {
@@ -124,11 +133,11 @@ struct transpose_mxn_helper<float, false> {
         at::vec::VectorizedN<float, 8> block;
 #pragma GCC unroll 8
         for (int r = 0; r < 8; r++)
-          block[r] = r < rows ? loadu<V>(src + (i + r) * ld_src + j, columns) : V(0.0f);
+          block[r] = r < rows ? torchpod::loadu<V>(src + (i + r) * ld_src + j, columns) : V(0.0f);
         at::vec::transpose_block(block);
 #pragma GCC unroll 8
         for (int c = 0; c < 8; c++)
-          if (c < columns) store(block[c], dst + (j + c) * ld_dst + i, rows);
+          if (c < columns) torchpod::store(block[c], dst + (j + c) * ld_dst + i, rows);
       }
   }
 };

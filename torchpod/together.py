@@ -39,10 +39,12 @@ _ENTRY = "\nvoid inductor_entry_impl("
 """Where the calls of the kernels begin: a third of a program, of which -O3 makes nothing that is worth a quarter of
 g++'s time (one core of an AMD EPYC, PPO on CartPole: 7.8 s, and 5.8 with -O1 for these)."""
 _VECTORS = Path(__file__).with_name("cpu_vectors.h").read_text()
-"""Functions that are better than those of torch's headers."""
-_LOADU = re.compile(r"\b(at::vec::Vectorized(?:N)?<[^<>]+>)::loadu\(")
-_MASK = re.compile(r"\b(at::vec::VecMask<[^<>]+>)::from\(")
-_STORE = re.compile(r"\b(tmp\w+)\.store\(")
+_CALLS = {
+    re.compile(r"\b(at::vec::VectorizedN?<[^<>]+>)::loadu\("): r"torchpod::loadu<\1>(",
+    re.compile(r"\b(at::vec::VecMask<[^<>]+>)::from\("): r"torchpod::mask_from<\1>(",
+    re.compile(r"\b(tmp\w+)\.store\("): r"torchpod::store(\1, ",
+}
+"""What a program says, and what it says instead, for the functions of `_VECTORS`, which are better than torch's."""
 _INCLUDE = re.compile(r"^[ \t]*#include.*$", re.MULTILINE)
 
 
@@ -321,7 +323,8 @@ def _whole(programs: Sequence[Program]) -> str:
     for key, source, _, _ in programs:
         # Kernels of C++ instead of C may have the same names; the module and its initialiser get one of their own.
         own = _INCLUDE.sub("", source).replace('extern "C"', "__attribute__((flatten))")
-        own = _STORE.sub(r"store(\1, ", _MASK.sub(r"mask_from<\1>(", _LOADU.sub(r"loadu<\1>(", own)))
+        for pattern, call in _CALLS.items():
+            own = pattern.sub(call, own)
         own = own.replace(_ENTRY, f'\n__attribute__((optimize("O1"))){_ENTRY}')
         own = own.replace("PyInit_inductor_entry_cpp", f"PyInit_{key}")
         own = own.replace('PyModuleDef_HEAD_INIT, "inductor_entry_cpp"', f'PyModuleDef_HEAD_INIT, "{key}"')
