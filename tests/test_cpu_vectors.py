@@ -78,6 +78,21 @@ def test_what_is_behind_a_part_is_left_alone():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_written_number_by_number_is_read(dtype):
+    """In pairs: compilers may not take the reading before the writing."""
+
+    def fn(x, y, mask, pairs):
+        return [torch.where(mask[:, None], pairs, torch.stack([x * 3, y * 2], -1))]
+
+    def numbers(length):
+        x, y = drawn((2, length), dtype)
+        return x, y, torch.zeros(length, dtype=torch.bool), drawn((length, 2), dtype)
+
+    for length in range(1, 10):
+        require_equal_compiled(fn, [numbers(length)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masks(dtype):
     def fn(x, mask):
         return torch.where(mask, x, 3), x > 0, (x > 0) & ~mask, torch.where(mask, x.double(), 0.5), mask.float() + 1

@@ -70,7 +70,9 @@ namespace torchpod {
 
 // A store with a mask takes dozens of steps on many processors, and a load with one waits for stores smaller than it.
 inline __m128 less_than_four(const float* p, int64_t count) {
-  const __m128 two = count & 2 ? _mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(p))) : _mm_setzero_ps();
+  double both = 0;  // copied: for compilers, what is read as a double is not what was written as floats
+  if (count & 2) std::memcpy(&both, p, sizeof both);
+  const __m128 two = _mm_castpd_ps(_mm_set_sd(both));
   if (!(count & 1)) return two;
   const __m128 one = _mm_load_ss(p + (count & 2));
   return count & 2 ? _mm_movelh_ps(two, one) : one;

@@ -17,6 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -341,10 +342,14 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     # A program in C++ as a whole calls nothing in Python between its kernels, and gives Python's lock away meanwhile.
     # Kernels called from Python hold it, so that Sebulba's actors would stand still while the learner computes.
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
+    tag = torch.compiler.config.cache_key_tag
     if cpp_wrapper:
         install()
+        # Inductor's cache of sources does not ask: with wider vectors than theirs, they would write past their outputs.
+        tag += f" {pick_vec_isa()}"
     options |= _gpu_options(fakes)
-    with tracing(TracingContext(mode)), inductor_config.patch(options):
+    key = cast(Any, torch.compiler.config).patch(cache_key_tag=tag)
+    with tracing(TracingContext(mode)), inductor_config.patch(options), key:
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 
 
