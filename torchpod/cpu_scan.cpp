@@ -1,4 +1,4 @@
-// y_t = x_t + decay_t y_{t+1} on a CPU, step by step; see cpu_scan.py.
+// y_t = x_t + decay_t y_{t+1} on a CPU, step by step; see ops/returns.py.
 
 #include <omp.h>
 #include <torch/csrc/stable/library.h>

@@ -1,6 +1,7 @@
 // What ATen's vectors and inductor's headers do better so; together.py puts it in front of inductor's programs, and has
 // them call `loadu`, `store` and `mask_from` of these.
 
+#if INDUCTOR_USE_VECTOR_TYPES()
 namespace torchpod {
 
 // `V::loadu(p, count)`, but less than a whole vector.
@@ -160,4 +161,5 @@ inline Vectorized<int64_t> operator>>(const Vectorized<int64_t>& a, const Vector
 }
 
 }  // namespace at::vec
+#endif
 #endif

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from torchpod import blame, cpu_scan, mlp
+from torchpod import blame, cpu_ops, mlp
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.quicker import rare_collections
@@ -310,7 +310,7 @@ def trace(
 def simplify(graph: torch.fx.GraphModule) -> None:
     """Rewrites a graph, in place."""
     graph.graph = fx_graph_cse(graph.graph)
-    cpu_scan.load_if_called(graph)
+    cpu_ops.load_those_called(graph)
     _fold_constants(graph)
     _skip_cats(graph.graph)
     mlp.fuse(graph)

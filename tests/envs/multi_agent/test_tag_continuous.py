@@ -11,9 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpod import random
-from torchpod.compile import Compiler
 from torchpod.envs import TagContinuous
-from torchpod.envs.multi_agent.tag_continuous import _root, nearest
 from torchpod.testing import check_consistency
 from torchpod.types import LAST
 
@@ -153,14 +151,6 @@ def test_the_rules_are_those_written_out(case, compile, seed):
     assert report.num_episodes >= 6
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_roots_are_numpys_to_the_bit(compile, seed):
-    """Torch's own are not: an agent that is as far as another, but for the last bit, changed places with it."""
-    squares = torch.rand(10_000, generator=torch.Generator().manual_seed(seed)) * 800
-    squares[0] = torch.inf
-    assert np.array_equal(Compiler(compile)(_root)(squares).numpy(), np.sqrt(squares.numpy()))
-
-
 def test_the_default_game_is_that_written_out(seed):
     """110 agents of which each sees the ten nearest, for more than 500 steps."""
     defaults = {"num_taggers": 10, "num_runners": 100, "grid_length": 20.0, "max_episode_steps": 500}
@@ -252,21 +242,6 @@ def test_starts_differ_between_environments_and_episodes(seed):
         assert s.heading.unique().tolist() == pytest.approx([0, math.pi / 2, math.pi, 3 * math.pi / 2])
         assert abs(np.corrcoef(s.x.flatten(), s.heading.flatten())[0, 1]) < 0.07
     assert (first.x != state[0].x).float().mean() > 0.99
-
-
-@pytest.mark.parametrize(("size", "num"), [(5, 4), (9, 1), (30, 3), (64, 8), (100, 10), (133, 99), (140, 3), (280, 17)])
-def test_the_nearest_are_those_of_a_sort(size, num, seed):
-    """On a small grid, where many are equally near."""
-    words = random.bits(random.split(random.key(seed), 4), 3 * size).chunk(3, -1)
-    x, y = (random.to_integer(w, 5).float() for w in words[:2])
-    alive = random.to_uniform(words[2]) < 0.6
-    found, there = nearest(x, y, alive, num)
-    x, y, alive = (f.tolist() for f in (x, y, alive))
-    for b in range(4):
-        for i in range(size):
-            others = [j for j in range(size) if j != i and alive[b][j]]
-            others.sort(key=lambda j: ((x[b][j] - x[b][i]) ** 2 + (y[b][j] - y[b][i]) ** 2, j))
-            assert found[b, i][there[b, i]].tolist() == others[:num]
 
 
 class Live(TorchDispatchMode):
