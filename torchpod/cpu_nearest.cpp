@@ -129,14 +129,14 @@ void nearest(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   const auto xs = static_cast<const float*>(x.data_ptr()), ys = static_cast<const float*>(y.data_ptr());
   const auto alives = static_cast<const bool*>(alive.data_ptr());
   const auto ids = static_cast<int64_t*>(who.data_ptr());
-  const auto theres = static_cast<bool*>(there.data_ptr());
+  const auto found = static_cast<bool*>(there.data_ptr());
   const int64_t threads = std::clamp<int64_t>(batch * size * size / AT_LEAST, 1, omp_get_max_threads());
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Scratch scratch;
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < batch; b++)
-      search(xs + b * size, ys + b * size, alives + b * size, size, num, ids + b * size * num, theres + b * size * num,
+      search(xs + b * size, ys + b * size, alives + b * size, size, num, ids + b * size * num, found + b * size * num,
              scratch);
   }
   stack[0] = torch::stable::detail::from(who);

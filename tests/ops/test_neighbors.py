@@ -78,6 +78,18 @@ def test_the_operator_of_cpu_programs_finds_what_tensors_find(cells, scale, shar
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_what_does_not_fit_is_refused(compile):
+    x, alive = torch.zeros(2, 5), torch.ones(2, 5, dtype=torch.bool)
+    find = Compiler(compile, 9)(nearest)
+    for arguments in ((x, x[:1], alive, 2), (x, x, alive[:, 1:], 2), (x, x, alive.int(), 2), (x[0], x[0], alive[0], 2)):
+        with pytest.raises(ValueError, match="must be of one shape"):
+            find(*arguments)
+    for num in (0, 5):
+        with pytest.raises(ValueError, match=f"num={num} must be at least 1 and less than the 5 agents"):
+            find(x, x, alive, num)
+
+
 def test_members_of_a_population_may_share_an_argument(seed):
     x, y, alive = (f.unflatten(0, (3, 2)) for f in scattered(seed, 21, batch=6))
 

@@ -46,11 +46,19 @@ def nearest(x: Tensor, y: Tensor, alive: Tensor, num: int) -> tuple[Tensor, Tens
       x: `[B, A]` float32.
       y: `[B, A]` float32.
       alive: `[B, A]` bool.
-      num: K < A.
+      num: K, from 1 to A - 1.
 
     Returns:
       ids `[B, A, K]` int64, and whether there is such an agent, `[B, A, K]` bool.
+
+    Raises:
+      ValueError: for other shapes, an `alive` that is not bool, or a K that is not in [1, A).
     """
+    if not (x.ndim == 2 and x.shape == y.shape == alive.shape and alive.dtype == torch.bool):
+        shapes = ", ".join(f"{tuple(f.shape)} {f.dtype}" for f in (x, y, alive))
+        raise ValueError(f"nearest: x, y and alive must be of one shape [B, A], and alive bool; they are {shapes}.")
+    if not 1 <= num < x.shape[-1]:
+        raise ValueError(f"nearest: num={num} must be at least 1 and less than the {x.shape[-1]} agents.")
     program = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     if program and x.is_cpu and x.dtype == y.dtype == torch.float32:
         return torch.ops.torchpod.nearest(x, y, alive, num)
