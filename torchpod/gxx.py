@@ -109,6 +109,18 @@ def know_processor() -> None:
         cast(Any, cpu_vec_isa.VecISA).check_build = lambda isa, code: _compiler_takes(isa.build_arch_flags())
 
 
+@functools.cache
+def cache_per_width() -> None:
+    """Has inductor's cache of sources ask, in this process, for which vectors they are.
+
+    It does not: where machines share a cache, loops for those of one would write past their outputs on another.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    know_processor()
+    cast(Any, torch.compiler.config).cache_key_tag += f" {pick_vec_isa()}"
+
+
 def precompiled(command_line: str, **options: Any) -> str:
     """Where the header lies whose precompiled form serves a program that is compiled by `command_line`.
 

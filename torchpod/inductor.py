@@ -17,14 +17,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from torchpod import blame, cpu_ops, mlp
+from torchpod import blame, cpu_ops, gxx, mlp
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.quicker import rare_collections
@@ -97,6 +96,8 @@ class Compiled:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             from torch._inductor.compile_fx import compile_fx
 
+            if any(isinstance(x, Tensor) and x.is_cpu for x in inputs):
+                gxx.cache_per_width()
             options = {"post_grad_custom_post_pass": CpuKernels(), **_gpu_options(inputs)}
             with inductor_config.patch(options):
                 return cast(Callable[..., Any], compile_fx(graph, inputs))
@@ -342,14 +343,10 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     # A program in C++ as a whole calls nothing in Python between its kernels, and gives Python's lock away meanwhile.
     # Kernels called from Python hold it, so that Sebulba's actors would stand still while the learner computes.
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
-    tag = torch.compiler.config.cache_key_tag
     if cpp_wrapper:
         install()
-        # Inductor's cache of sources does not ask: with wider vectors than theirs, they would write past their outputs.
-        tag += f" {pick_vec_isa()}"
     options |= _gpu_options(fakes)
-    key = cast(Any, torch.compiler.config).patch(cache_key_tag=tag)
-    with tracing(TracingContext(mode)), inductor_config.patch(options), key:
+    with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
 
 

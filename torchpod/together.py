@@ -224,7 +224,7 @@ def install() -> None:
     """Has inductor's programs for a CPU compiled and loaded here, in this process."""
     from torch._inductor.codecache import CppWrapperCodeCache as Cache
 
-    gxx.know_processor()
+    gxx.cache_per_width()
     quicken()
     original = Cache.load_async
 
