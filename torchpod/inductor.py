@@ -356,6 +356,7 @@ def _gpu_options(inputs: Sequence[Any]) -> dict[str, Any]:
         return {}
     # No kernel is chosen by timing, for its sums would be rounded otherwise.
     options = {"deterministic": True, "shape_padding": False, "triton.autotune_pointwise": False}
+    options["online_softmax"] = False  # for sums that are split inductor takes it back, with a warning
     if hasattr(inductor_config, "combo_kernels_pointwise_only"):  # not in every release
         # Kernels that do not need each other are launched as one; with sums among them ptxas takes minutes.
         options |= {"combo_kernels": True, "combo_kernels_autotune": 0, "combo_kernels_pointwise_only": True}
