@@ -20,9 +20,9 @@ def printed(*arguments):
 
 
 def test_outputs_and_gradients_are_those_of_the_network(seed):
-    """Alone and in a population, 2 to 4 layers, tanh and relu, sizes that are no powers of two, one and 150 rows."""
+    """One or two, alone and in a population, 2 to 4 layers, tanh and relu, sizes that are no powers of two."""
     found = printed(str(seed), "--check")
-    assert len(found) == 24 and all(0 < error < 1e-5 for case in found for error in case)
+    assert len(found) == 48 and all(0 < error < 1e-5 for case in found for error in case)
 
 
 @pytest.mark.slow
@@ -32,33 +32,62 @@ def test_the_widest_networks_fit_on_an_h100():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-5), ("high", 5e-3)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("highest", 3e-5), ("high", 1e-2)])
 @pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize("kind", mlp.ACTIVATIONS.values())
-@pytest.mark.parametrize("rows", [1, 20_011])  # the second: blocks take several times rows
+@pytest.mark.parametrize("rows", [1, 5003])  # the second: blocks take several times rows
 @pytest.mark.parametrize("sizes", [(4, 64, 64, 2), (400, 64, 64, 3), (70, 32, 48, 16, 5)])
-def test_the_operators_on_a_gpu_are_those_on_a_cpu(sizes, rows, kind, lead, precision, tolerance):
+@pytest.mark.parametrize("networks", [1, 2])
+def test_the_operators_on_a_gpu_are_those_on_a_cpu(networks, sizes, rows, kind, lead, precision, tolerance):
+    """The gradients are compared where relu has the same side of its kink for both, whatever was rounded."""
     for device in ("cpu", "cuda"):
         mlp.load(device)
-    name = f"mlp{len(sizes) - 1}"
-    alone, forward, backward = (getattr(torch.ops.torchpod, f"{name}{part}") for part in ("", "_kept", "_backward"))
-    x, dy = torch.randn(*lead, rows, sizes[0]), torch.randn(*lead, rows, sizes[-1])
-    parameters = [
-        p for i, o in itertools.pairwise(sizes) for p in (torch.randn(*lead, o, i) / i**0.5, torch.randn(*lead, o))
+    last = [sizes[-1], 1][:networks]
+    own = [
+        [
+            p
+            for i, o in itertools.pairwise((*sizes[:-1], size))
+            for p in (torch.randn(*lead, o, i) / i**0.5, torch.randn(*lead, o))
+        ]
+        for size in last
     ]
+    dys = [torch.randn(*lead, rows, size) for size in last]
+    x = torch.randn(*lead, rows, sizes[0]) if kind == 1 else away_from_the_kink(own, lead, rows)
+    expected = [on_cpu(x, parameters, dy, kind) for parameters, dy in zip(own, dys, strict=True)]
+    ops, parameters, on_gpu = torch.ops.torchpod, [p.cuda() for ps in own for p in ps], x.cuda()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        results = []
-        for device in ("cpu", "cuda"):
-            tensors = [p.to(device) for p in parameters]
-            y, *hidden = forward(x.to(device), *tensors, kind)
-            assert torch.equal(alone(x.to(device), *tensors, kind), y)
-            gradients = backward(dy.to(device), x.to(device), *hidden, *tensors[2::2], kind)
-            again = backward(dy.to(device), x.to(device), *hidden, *tensors[2::2], kind)
-            assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
-            results.append([t.cpu() for t in (y, *hidden, *gradients)])
+        made = ops.mlps(on_gpu, parameters, networks, kind)
+        told = [dy.cuda() for dy in dys], on_gpu, made[networks:], parameters, kind
+        gradients, again = ops.mlps_backward(*told), ops.mlps_backward(*told)
     finally:
         torch.set_float32_matmul_precision(before)
-    for a, b in zip(*results, strict=True):
-        assert float((a - b).abs().max() / a.abs().max()) < tolerance
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+    outputs = [y for y, _ in expected]
+    for a, b in zip([*outputs, *(g for _, gs in expected for g in gs)], [*made[:networks], *gradients], strict=True):
+        assert float((a - b.cpu()).abs().max() / a.abs().max()) < tolerance
+
+
+def on_cpu(x, parameters, dy, kind):
+    """Output and gradients of a network."""
+    name = f"mlp{len(parameters) // 2}"
+    forward, backward = (getattr(torch.ops.torchpod, f"{name}{part}") for part in ("_kept", "_backward"))
+    y, *hidden = forward(x, *parameters, kind)
+    return y, backward(dy, x, *hidden, *parameters[2::2], kind)
+
+
+def away_from_the_kink(networks, lead, rows):
+    """Inputs for which nothing is so near to 0 before relu that in TF32 it might be on the other side."""
+    x = torch.randn(*lead, max(1000, 16 * rows), networks[0][0].shape[-1])
+    near = torch.zeros(x.shape[:-1], dtype=torch.bool)
+    for parameters in networks:
+        h = x
+        for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
+            z = h @ weight.mT + bias[..., None, :]
+            near |= (z.abs() < 1.2e-3 * z.abs().amax((-1, -2), keepdim=True)).any(-1)
+            h = z.relu()
+    members = [(x, near)] if not lead else zip(x, near, strict=True)
+    far = [one[~unfit][:rows] for one, unfit in members]
+    assert all(len(one) == rows for one in far)
+    return torch.stack(far).view(*lead, rows, -1)

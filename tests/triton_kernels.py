@@ -11,23 +11,21 @@ from typing import Any
 
 import torch
 
-from torchpod import gpu_mlp
+from torchpod import gpu_mlp, mlp
 
 SIZES = ((4, 64, 64, 2), (3, 16, 1), (70, 32, 48, 16, 5))
 WIDEST = ((64, 64, 64, 64, 64), (400, 64, 64, 3))
 
 
 def network(x, parameters, relu):
-    """Output and hidden layers."""
-    hidden = []
-    for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+    """Its output."""
+    for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
         x = x @ weight.mT + bias[..., None, :]
-        hidden.append(x.relu() if relu else x.tanh())
-        x, output = hidden[-1], x
-    return output, *hidden[:-1]
+        x = x.relu() if relu else x.tanh()
+    return x @ parameters[-2].mT + parameters[-1][..., None, :]
 
 
-def errors(lead, rows, sizes, relu, generator):
+def errors(lead, rows, sizes, relu, networks, generator):
     """Largest relative differences of outputs and gradients."""
 
     def draw(*shape):
@@ -39,27 +37,31 @@ def errors(lead, rows, sizes, relu, generator):
         assert all(x.storage_offset() % 4 == 0 for x in found)  # what inductor believes of an operator's results
         return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True))
 
-    x, dy = draw(rows, sizes[0]), draw(rows, sizes[-1])
-    pairs = [(draw(o, i) / i**0.5, draw(o)) for i, o in itertools.pairwise(sizes)]
-    parameters = [parameter for pair in pairs for parameter in pair]
-    exact = [p.double().requires_grad_() for p in parameters]
-    expected = network(x.double(), exact, relu)
-    gradients = torch.autograd.grad(expected[0], exact, dy.double())
+    last = [sizes[-1], 18][:networks]
+    x, dys = draw(rows, sizes[0]), [draw(rows, size) for size in last]
+    parameters = [
+        parameter
+        for size in last
+        for i, o in itertools.pairwise((*sizes[:-1], size))
+        for parameter in (draw(o, i) / i**0.5, draw(o))
+    ]
+    exact, own = [p.double().requires_grad_() for p in parameters], len(parameters) // networks
+    expected = [network(x.double(), exact[i * own : (i + 1) * own], relu) for i in range(networks)]
+    gradients = torch.autograd.grad(expected, exact, [dy.double() for dy in dys])
     kind = 2 if relu else 1
-    kept = gpu_mlp.forward_kept(x, *parameters, kind)
+    outputs = gpu_mlp.forward(x, parameters, networks, kind)
+    outputs, hidden = outputs[:networks], outputs[networks:]
+    assert len(hidden) == (networks if sizes[0] > mlp.MANY_INPUTS else 0)
     with torch.no_grad():
-        forward = max(
-            furthest([gpu_mlp.forward(x, *parameters, kind)], expected[:1]),
-            furthest(kept, [y.detach() for y in expected]),
-        )
-    return forward, furthest(gpu_mlp.backward(dy, x, *kept[1:], *parameters[2::2], kind), gradients)
+        forward = furthest(outputs, [y.detach() for y in expected])
+    return forward, furthest(gpu_mlp.backward(dys, x, hidden, parameters, kind), gradients)
 
 
 def interpreted(seed):
     """Of all cases."""
     generator = torch.Generator().manual_seed(seed)
-    gpu_mlp.BLOCKS = 2  # so that a block takes several times rows
-    cases = itertools.product(((), (3,)), (1, 150), SIZES, (False, True))
+    gpu_mlp.BLOCKS = 4  # so that a block takes several times rows
+    cases = itertools.product(((), (3,)), (1, 150), SIZES, (False, True), (1, 2))
     return [errors(*case, generator) for case in cases]
 
 
@@ -69,19 +71,20 @@ def machine_code():
     found, names = {}, [f"{x}{i}" for i in range(4) for x in "WB"]
     for precision, sizes in itertools.product(("high", "highest"), WIDEST):
         torch.set_float32_matmul_precision(precision)
-        layers = {"LAYERS": len(sizes) - 1, "RELU": False}
         places = {name: 64 * i for i, name in enumerate(names)}
-        forward = {**gpu_mlp._common(list(sizes), gpu_mlp.ROWS), **layers, "KEEP": True}
-        backward = {**gpu_mlp._common(list(sizes), gpu_mlp.ROWS_BACK), **layers, "TOTAL": 16384, **places}
-        cases: list[tuple[Any, dict[str, Any], int]] = [
-            (gpu_mlp._forward, forward, gpu_mlp.WARPS),
-            (gpu_mlp._backward, backward, gpu_mlp.WARPS_BACK),
-        ]
-        for kernel, constants, warps in cases:
-            numbers = ("rows", "num_blocks")
+        many = sizes[0] > mlp.MANY_INPUTS
+        forward = gpu_mlp.FORWARD_MANY if many else gpu_mlp.FORWARD
+        for kernel, (rows, inputs, stages), own in (
+            (gpu_mlp._forward, forward, {"KEEP": many}),
+            (gpu_mlp._backward, (gpu_mlp._most_back(len(sizes) - 1), mlp.MANY_INPUTS, 1), {"TOTAL": 16384, **places}),
+        ):
+            constants: dict[str, Any] = gpu_mlp._common(list(sizes[:-1]), [sizes[-1]] * 2, 2, rows, inputs)
+            constants |= {"RELU": False, **own}
+            numbers = ("rows", "num_blocks", "outputs", "further")
             kinds = {n: "constexpr" if n in constants else "i32" if n in numbers else "*fp32" for n in kernel.arg_names}
             source = triton.ASTSource(kernel, kinds, constexprs=constants)
-            made = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+            options = {"num_warps": gpu_mlp.WARPS, "num_stages": stages}
+            made = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32), options=options)
             assert len(made.asm["cubin"]) > 1000
             found[f"{kernel.__name__}{sizes}, {precision}"] = made.metadata.shared
     return found

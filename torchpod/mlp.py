@@ -1,5 +1,7 @@
 """Multilayer perceptrons in a program become one operator forward and one backward: see cpu_mlp.cpp and gpu_mlp.py.
 
+On a GPU two networks with the same inputs become one, if all but their outputs has the same sizes.
+
 `fuse` finds them in a traced graph, in whatever module they were written: linear layers with tanh or relu between them
 and, if there is a gradient, all that belongs to it. What it does not recognise stays as it is.
 """
@@ -13,7 +15,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from torchpod.gxx import library
 
@@ -26,6 +30,8 @@ NUM_LAYERS = (2, 3, 4)
 WIDEST = {"cpu": 256, "cuda": 64}
 """Of hidden layers: the weights of a wider one are not in a CPU's cache, and MKL is faster; or not in the shared memory
 of a GPU's multiprocessor, where that holds for the last layer as well."""
+MANY_INPUTS = 64
+"""With more, a GPU keeps the first hidden layer for the backward pass; else it computes all of them again."""
 SHARED_BYTES = 227 * 1024
 """Of a block of threads, that a GPU must have: what an H100 and an H200 have."""
 
@@ -68,6 +74,27 @@ def _fake_backward(doutput: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]
 
 for _layers in NUM_LAYERS:
     _define(_layers)
+_LIBRARY.define("mlps(Tensor x, Tensor[] parameters, int networks, int activation) -> Tensor[]", tags=CONTIGUOUS)
+_LIBRARY.define(
+    "mlps_backward(Tensor[] doutputs, Tensor x, Tensor[] hidden, Tensor[] parameters, int activation) -> Tensor[]",
+    tags=CONTIGUOUS,
+)
+
+
+def _fake_together(x: Tensor, parameters: list[Tensor], networks: int, activation: int) -> list[Tensor]:
+    """Outputs and, with many inputs, the first hidden layers."""
+    own = len(parameters) // networks
+    kept = [parameters[i * own] for i in range(networks)] if x.shape[-1] > MANY_INPUTS else []
+    last = [parameters[i * own - 2] for i in range(1, networks + 1)]
+    return [x.new_empty(*x.shape[:-1], weight.shape[-2]) for weight in (*last, *kept)]
+
+
+torch.library.register_fake("torchpod::mlps", _fake_together, lib=_LIBRARY)
+torch.library.register_fake(
+    "torchpod::mlps_backward",
+    lambda doutputs, x, hidden, parameters, activation: [torch.empty_like(p) for p in parameters],
+    lib=_LIBRARY,
+)
 
 
 @functools.cache
@@ -87,10 +114,8 @@ def gpu_mlp() -> Any:
 def implement_in_triton(device: str) -> None:
     """Makes the operators of such a device those of gpu_mlp.py."""
     made = gpu_mlp()
-    for layers in NUM_LAYERS:
-        for name in ("", "_kept", "_backward"):
-            function = made.backward if name == "_backward" else getattr(made, f"forward{name}")
-            _LIBRARY.impl(f"mlp{layers}{name}", function, device.upper())
+    _LIBRARY.impl("mlps", made.forward, device.upper())
+    _LIBRARY.impl("mlps_backward", made.backward, device.upper())
 
 
 class _Layer(NamedTuple):
@@ -110,27 +135,60 @@ class _Gradient(NamedTuple):
     dbiases: list[Node]
 
 
+class _Network(NamedTuple):
+    """Its layers, and its backward pass if there is one."""
+
+    layers: list[_Layer]
+    gradient: _Gradient | None
+
+    @property
+    def x(self) -> Node:
+        return self.layers[0].x
+
+    @property
+    def kind(self) -> int:
+        return ACTIVATIONS[cast(Any, self.layers[-1].x.target)]
+
+    @property
+    def parameters(self) -> list[Node]:
+        return [node for layer in self.layers for node in (layer.weight, layer.bias)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (_value(self.x).shape[-1], *(_value(layer.output).shape[-1] for layer in self.layers))
+
+
 def fuse(module: GraphModule) -> bool:
     """Rewrites the graph, in place; says whether there was something to rewrite."""
-    graph, found = module.graph, False
+    graph, found = module.graph, []
     layers = {layer.output: layer for layer in map(_layer, list(graph.nodes)) if layer}
-    for layer in list(layers.values()):
+    for layer in layers.values():
         chain = _chain(layer, layers)
         if chain is None:
             continue
         gradient = _gradient(chain)
         if gradient is None and any(len(list(_users(layer.x))) > 1 for layer in chain[1:]):
             continue  # somebody needs the hidden layers
-        found = True
-        FUSED.add((_value(chain[0].x).shape[-1], *(_value(layer.output).shape[-1] for layer in chain)))
-        load(_value(layer.output).device.type)
-        hidden = _insert_forward(graph, chain, kept=gradient is not None)
-        if gradient:
-            _insert_backward(graph, chain, hidden, gradient)
-    if found:
-        graph.eliminate_dead_code()
-        graph.lint()
-    return found
+        found.append(_Network(chain, gradient))
+    if not found:
+        return False
+    on_gpu = [network for network in found if _value(network.x).device.type == "cuda"]
+    for network in found:
+        FUSED.add(network.sizes)
+        load(_value(network.x).device.type)
+        if network not in on_gpu:
+            hidden = _insert_forward(graph, network)
+            if network.gradient:
+                _insert_backward(graph, network, hidden, network.gradient)
+    while on_gpu:
+        first = on_gpu.pop(0)
+        second = next((other for other in on_gpu if _go_together(graph, first, other)), None)
+        if second is not None:
+            on_gpu.remove(second)
+        _insert_together(graph, [first] if second is None else [first, second])
+    graph.eliminate_dead_code()
+    graph.lint()
+    return True
 
 
 # --- What is recognised -----------------------------------------------------------------------------------------------
@@ -320,8 +378,8 @@ def _is_same(node: Node, weight: Node) -> bool:
 def _call(graph: Graph, name: str, args: tuple[Any, ...]) -> Node:
     op = getattr(torch.ops.torchpod, name).default
     node = graph.call_function(op, args)
-    values = [x.meta["val"] if isinstance(x, Node) else x for x in args]
-    with next(x for x in values if isinstance(x, Tensor)).fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
+    values = pytree.tree_map_only(Node, lambda x: x.meta["val"], args)
+    with next(x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)).fake_mode:
         node.meta["val"] = op(*values)
     return node
 
@@ -332,29 +390,88 @@ def _item(graph: Graph, node: Node, index: int) -> Node:
     return item
 
 
-def _insert_forward(graph: Graph, chain: list[_Layer], *, kept: bool) -> list[Node]:
+def _insert_forward(graph: Graph, network: _Network) -> list[Node]:
     """Returns x and the hidden layers, or nothing if they are not kept."""
-    head = chain[-1]
-    kind = ACTIVATIONS[cast(Any, head.x.target)]
-    with graph.inserting_before(head.output):
-        x, parameters = chain[0].x, [node for layer in chain for node in (layer.weight, layer.bias)]
-        made = _call(graph, f"mlp{len(chain)}{'_kept' if kept else ''}", (x, *parameters, kind))
-        results = [_item(graph, made, i) for i in range(len(chain))] if kept else [made]
-    head.output.replace_all_uses_with(results[0])
-    return [x, *results[1:]]
+    layers, kept = network.layers, network.gradient is not None
+    with graph.inserting_before(layers[-1].output):
+        made = _call(graph, f"mlp{len(layers)}{'_kept' * kept}", (network.x, *network.parameters, network.kind))
+        results = [_item(graph, made, i) for i in range(len(layers))] if kept else [made]
+    layers[-1].output.replace_all_uses_with(results[0])
+    return [network.x, *results[1:]]
 
 
-def _insert_backward(graph: Graph, chain: list[_Layer], hidden: list[Node], gradient: _Gradient) -> None:
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    kind = ACTIVATIONS[cast(Any, chain[-1].x.target)]
-    last = max((gradient.doutput, *hidden), key=order.__getitem__)  # all after this one can be computed here
-    with graph.inserting_before(last.next):
-        weights = [layer.weight for layer in chain[1:]]
-        made = _call(graph, f"mlp{len(chain)}_backward", (gradient.doutput, *hidden, *weights, kind))
-        for i, node in enumerate(itertools.chain(*zip(gradient.dweights, gradient.dbiases, strict=True))):
-            item = _item(graph, made, i)
-            if _value(item).shape != _value(node).shape:  # a sum that kept its axis
-                shape = list(_value(node).shape)
-                item = graph.call_function(aten.view.default, (item, shape))
-                item.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(item)
+def _insert_backward(graph: Graph, network: _Network, hidden: list[Node], gradient: _Gradient) -> None:
+    layers = network.layers
+    with graph.inserting_before(_after(graph, [gradient.doutput, *hidden])):
+        weights = [layer.weight for layer in layers[1:]]
+        made = _call(graph, f"mlp{len(layers)}_backward", (gradient.doutput, *hidden, *weights, network.kind))
+        _replace_gradient(graph, gradient, [_item(graph, made, i) for i in range(2 * len(layers))])
+
+
+def _insert_together(graph: Graph, networks: list[_Network]) -> None:
+    """One operator forward for one or two networks on a GPU and, if there are gradients, one backward."""
+    x, kind, number = networks[0].x, networks[0].kind, len(networks)
+    parameters = [node for network in networks for node in network.parameters]
+    order = _order(graph)
+    with graph.inserting_before(min((network.layers[-1].output for network in networks), key=order.__getitem__)):
+        made = _call(graph, "mlps", (x, parameters, number, kind))
+        results = [_item(graph, made, i) for i in range(len(made.meta["val"]))]
+    gradients = [network.gradient for network in networks if network.gradient]
+    for network, output in zip(networks, results, strict=False):
+        network.layers[-1].output.replace_all_uses_with(output)
+    if not gradients:
+        return
+    doutputs = [gradient.doutput for gradient in gradients]
+    with graph.inserting_before(_after(graph, [*doutputs, *results])):
+        made = _call(graph, "mlps_backward", (doutputs, x, results[number:], parameters, kind))
+        for i, gradient in enumerate(gradients):
+            own = len(parameters) // number
+            _replace_gradient(graph, gradient, [_item(graph, made, i * own + j) for j in range(own)])
+    stable_topological_sort(graph)
+
+
+def _go_together(graph: Graph, first: _Network, second: _Network) -> bool:
+    """Whether two networks on a GPU can be one."""
+    alike = first.x is second.x and first.kind == second.kind and first.sizes[:-1] == second.sizes[:-1]
+    if not alike or (first.gradient is None) != (second.gradient is None):
+        return False
+    order = _order(graph)
+    outputs = (network.layers[-1].output for network in (first, second))
+    if max(order[p] for p in (*first.parameters, *second.parameters)) > min(order[y] for y in outputs):
+        return False  # what is computed by one could be a parameter of the other
+    return not (first.gradient and second.gradient) or not (
+        _comes_from(first.gradient, second.gradient) or _comes_from(second.gradient, first.gradient)
+    )
+
+
+def _comes_from(gradient: _Gradient, other: _Gradient) -> bool:
+    """Whether a gradient is computed with another's results."""
+    seen, todo, results = set[Node](), [gradient.doutput], {*other.dweights, *other.dbiases}
+    while todo:
+        node = todo.pop()
+        if node in results:
+            return True
+        fresh = [x for x in node.all_input_nodes if x not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return False
+
+
+def _order(graph: Graph) -> dict[Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def _after(graph: Graph, nodes: list[Node]) -> Node:
+    """What comes after the last of some nodes: there all that needs only them can be computed."""
+    return max(nodes, key=_order(graph).__getitem__).next
+
+
+def _replace_gradient(graph: Graph, gradient: _Gradient, items: list[Node]) -> None:
+    """By what an operator gives, layer by layer weight and bias."""
+    for item, node in zip(items, itertools.chain(*zip(gradient.dweights, gradient.dbiases, strict=True)), strict=True):
+        new = item
+        if _value(item).shape != _value(node).shape:  # a sum that kept its axis
+            with graph.inserting_after(item):
+                new = graph.call_function(aten.view.default, (item, list(_value(node).shape)))
+            new.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(new)

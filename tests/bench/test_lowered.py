@@ -17,7 +17,7 @@ def test_an_iteration_for_a_gpu_computes_what_it_should():
     assert found["launches"] == in_programs + sum(found["between"].values())
     calls = {name.rpartition(".")[2]: calls for name, (calls, _) in found["programs"].items()}
     assert calls["step"] == 4 and calls["_gradient_one"] == calls["_apply_one"] == 2 * 4
-    assert {"torch.ops.torchpod.mlp3.default", "torch.ops.torchpod.mlp3_backward.default"} < found["operators"].keys()
+    assert {"torch.ops.torchpod.mlps.default", "torch.ops.torchpod.mlps_backward.default"} < found["operators"].keys()
     assert found["layers"] == [[4, 16], [16, 16]] * 2 + [[16, 2], [16, 1]] and found["rows"] == 16
 
 
