@@ -329,7 +329,8 @@ def policy(anakin: Anakin, compiler: Compiler) -> Program:
 
 
 def env_only(anakin: Anakin, compiler: Compiler, *, observe: bool = False) -> Program:
-    """The environment with random actions, nothing stored; `observe`: every step makes its observation."""
+    """The environment with random actions, nothing stored; `observe`: every step makes all of its TimeStep, and nothing
+    is counted, for sums cost a GPU more than many an environment."""
     spec = anakin.env.spec.action
 
     def draw(keys: Tensor) -> Tensor:
@@ -341,9 +342,10 @@ def env_only(anakin: Anakin, compiler: Compiler, *, observe: bool = False) -> Pr
     def step(env_state: Tree, count: Tensor, sums: Tensor, env_keys: Tensor, actor_keys: Tensor) -> Tree:
         count = count + 1
         env_state, timestep = anakin.env.step(env_state, draw(random.at(actor_keys, count)), random.at(env_keys, count))
-        moved = (timestep.step_type != FIRST).sum()
-        sums = sums + torch.stack([timestep.reward.sum(), moved.float()]).double()
-        result = env_state, count, sums, timestep.observation if observe else ()
+        if not observe:
+            moved = (timestep.step_type != FIRST).sum()
+            sums = sums + torch.stack([timestep.reward.sum(), moved.float()]).double()
+        result = env_state, count, sums, timestep if observe else ()
         return pytree.tree_map(lambda x: x.contiguous(), result)
 
     compiled = compiler(step)

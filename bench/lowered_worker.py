@@ -54,8 +54,8 @@ ON_HOST = re.compile(r"empty_strided_cpu|cpp_fused|\.item\(\)|\.tolist\(\)|\.cpu
 """What a program must not do that is captured."""
 PATIENCE_S = 90.0
 """For the machine code of a kernel; on a busy core the slowest took 15."""
-BACKWARD = re.compile(r"torchpod\.mlp\d_backward")
-"""Operators of more than one kernel."""
+BACKWARD = torch.ops.torchpod.mlps_backward.default
+"""An operator of two kernels or, if its networks have many inputs, three."""
 SMALLEST = 1e-6
 """Below this a tensor's largest number is what was left of larger ones."""
 TOLERANCE = 1e-4
@@ -266,8 +266,8 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
         node.replace_all_uses_with(last)
         graph.graph.erase_node(node)
     graph.recompile()
-    backward = [(f"torch.ops.{n.target}", n.args[1]) for n in graph.graph.nodes if BACKWARD.match(str(n.target))]
-    further = [name for name, x in backward for _ in range(2 if x.meta["val"].shape[-1] > mlp.gpu_mlp().INPUTS else 1)]
+    many = [n.args[1].meta["val"].shape[-1] > mlp.MANY_INPUTS for n in graph.graph.find_nodes(op="call_function", target=BACKWARD)]
+    further = [f"torch.ops.{BACKWARD}" for x in many for _ in range(2 if x else 1)]
     codes: list[str] = []
     GraphLowering.save_output_code = codes.append  # pyright: ignore[reportAttributeAccessIssue]
     with inductor_config.patch(force_disable_caches=True, compile_threads=1):
