@@ -329,8 +329,10 @@ def policy(anakin: Anakin, compiler: Compiler) -> Program:
 
 
 def env_only(anakin: Anakin, compiler: Compiler, *, observe: bool = False) -> Program:
-    """The environment with random actions, nothing stored; `observe`: every step makes all of its TimeStep, and nothing
-    is counted, for sums cost a GPU more than many an environment."""
+    """The environment with random actions, nothing stored.
+
+    With `observe` every step makes all of its TimeStep, and nothing is counted: sums cost a GPU more than a step.
+    """
     spec = anakin.env.spec.action
 
     def draw(keys: Tensor) -> Tensor:

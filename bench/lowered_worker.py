@@ -266,7 +266,10 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
         node.replace_all_uses_with(last)
         graph.graph.erase_node(node)
     graph.recompile()
-    many = [n.args[1].meta["val"].shape[-1] > mlp.MANY_INPUTS for n in graph.graph.find_nodes(op="call_function", target=BACKWARD)]
+    many = [
+        n.args[1].meta["val"].shape[-1] > mlp.MANY_INPUTS
+        for n in graph.graph.find_nodes(op="call_function", target=BACKWARD)
+    ]
     further = [f"torch.ops.{BACKWARD}" for x in many for _ in range(2 if x else 1)]
     codes: list[str] = []
     GraphLowering.save_output_code = codes.append  # pyright: ignore[reportAttributeAccessIssue]

@@ -74,10 +74,11 @@ def machine_code():
         places = {name: 64 * i for i, name in enumerate(names)}
         many = sizes[0] > mlp.MANY_INPUTS
         forward = gpu_mlp.FORWARD_MANY if many else gpu_mlp.FORWARD
-        for kernel, (rows, inputs, stages), own in (
+        kernels: list[tuple[Any, tuple[int, int, int], dict[str, Any]]] = [
             (gpu_mlp._forward, forward, {"KEEP": many}),
             (gpu_mlp._backward, (gpu_mlp._most_back(len(sizes) - 1), mlp.MANY_INPUTS, 1), {"TOTAL": 16384, **places}),
-        ):
+        ]
+        for kernel, (rows, inputs, stages), own in kernels:
             constants: dict[str, Any] = gpu_mlp._common(list(sizes[:-1]), [sizes[-1]] * 2, 2, rows, inputs)
             constants |= {"RELU": False, **own}
             numbers = ("rows", "num_blocks", "outputs", "further")

@@ -379,7 +379,8 @@ def _call(graph: Graph, name: str, args: tuple[Any, ...]) -> Node:
     op = getattr(torch.ops.torchpod, name).default
     node = graph.call_function(op, args)
     values = pytree.tree_map_only(Node, lambda x: x.meta["val"], args)
-    with next(x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)).fake_mode:
+    tensor: Any = next(x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+    with tensor.fake_mode:
         node.meta["val"] = op(*values)
     return node
 
