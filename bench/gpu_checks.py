@@ -79,7 +79,9 @@ def largest_difference(a: RunState, b: RunState) -> float:
 
 def different(a: RunState, b: RunState, *, floats: bool = True) -> list[str]:
     """Names of the leaves that are not equal to the bit; without `floats`, of whole numbers alone: keys, counters."""
-    pairs = zip(pytree.tree_flatten_with_path(a)[0], pytree.tree_leaves(b), strict=True)
+    first, second = ({pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(s)[0]} for s in (a, b))
+    if first.keys() != second.keys():
+        return sorted(first.keys() ^ second.keys())
     return [
-        pytree.keystr(path) for (path, x), y in pairs if (floats or not x.is_floating_point()) and not torch.equal(x, y)
+        name for name, x in first.items() if (floats or not x.is_floating_point()) and not torch.equal(x, second[name])
     ]

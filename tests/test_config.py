@@ -13,6 +13,7 @@ from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT
 from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load
 from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
+from torchpod.replay import ReplayConfig
 from torchpod.run import execute
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
@@ -244,6 +245,13 @@ def test_updates_are_paced_by_the_steps_of_all_environments(steps: str, updates:
 )
 def test_a_pace_that_cannot_be_kept_is_refused(overrides: list[str], message: str):
     assert message in refused([*overrides[:-1], f"algo.env_steps_per_update={overrides[-1]}"])
+
+
+@pytest.mark.parametrize("override", ["algo=dqn", "algo=r2d2", "algo=sac", "loss=DQNLoss", "loss=SACLoss"])
+def test_every_setting_of_replay_has_its_place(override):
+    for field in dataclasses.fields(ReplayConfig):
+        value = "null" if field.default is None else str(field.default).lower()
+        load([override, f"algo.replay.{field.name}={value}"])
 
 
 def test_agents_without_replay_have_no_pace():

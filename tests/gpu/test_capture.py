@@ -7,12 +7,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.interop.test_torchrl import reading_agent
-from torchpod.algos.dqn import DQN, DQNConfig
+from tests.replay.agents import AGENTS, CONTINUOUS, WITHOUT_PRIORITIES
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin, train
 from torchpod.bench import anakin_worker, gpu, gpu_checks, kernels
 from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
@@ -156,31 +157,48 @@ def test_a_loss_of_torchrl_is_captured_unless_it_falls_back(loss, captured):
     assert all(was_captured == captured for _, was_captured in reports)
 
 
+PLAIN = [("dqn", False), ("dqn", True)]
+"""Agents, and whether what they learn from lies in the host's memory."""
+
+
+@pytest.mark.parametrize(("name", "host"), [*PLAIN, *((name, False) for name in AGENTS if name != "dqn")])
+def test_replayed_iterations_with_replay_are_those_of_the_loop(name, host):
+    learn_from_replay(name, host, compiled=False, device="cpu")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("prioritised", "host"), [(False, False), (True, False), (False, True)])
-def test_an_iteration_with_replay_is_captured_and_equals_the_uncaptured_one(prioritised, host):
-    """Also if the ring lies in the host's memory."""
-    env, states = CartPole(max_episode_steps=9), []
-    for captured in (True, False):
+@pytest.mark.parametrize("prioritised", [False, True])
+@pytest.mark.parametrize(("name", "host"), [*PLAIN, *((name, False) for name in AGENTS if name != "dqn")])
+def test_an_iteration_with_replay_is_captured_and_equals_the_uncaptured_one(name, host, prioritised):
+    if prioritised and name in WITHOUT_PRIORITIES:
+        pytest.skip(f"{name} says no priorities")
+    learn_from_replay(name, host, prioritised, compiled=True, device="cuda")
+
+
+def learn_from_replay(name, host, prioritised=False, *, compiled, device):
+    """`train`, which captures on a GPU, beside iterations one by one with the ring on the device."""
+    env, states = Pendulum(max_episode_steps=9) if name in CONTINUOUS else CartPole(max_episode_steps=9), []
+    for trained in (True, False):
         anakin = Anakin(
-            lambda: DQN(env.spec, DQNConfig(hidden=(16,), n_step=3)),
+            lambda: AGENTS[name](env.spec),
             env,
             num_envs=16,
             unroll_length=4,
             num_iterations=30,
             learner=LearnerConfig(num_epochs=1, num_minibatches=2),
-            compiler=Compiler(True),
-            device="cuda",
-            replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=prioritised, host=host and captured),
+            compiler=Compiler(compiled),
+            device=device,
+            replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=prioritised, host=host and trained),
         )
         state = anakin.init(0)
-        if captured:
+        if trained:
             *_, (_, replay) = train(anakin, state)
-            assert replay.capture_s > 0
+            assert (replay.capture_s > 0) == (device == "cuda")
             states.append(replay.state)
             continue
         assert anakin.replay is not None
         for i in range(30):
             state, _ = (anakin.fill if i < anakin.replay.buffer.fill_iterations else anakin.iterate)(state)
         states.append(state)
+    assert gpu_checks.largest_difference(states[0], anakin.init(0)) > 0
     assert gpu_checks.different(*states) == []

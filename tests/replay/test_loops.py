@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.replay.agents import AGENTS, CONTINUOUS, WITHOUT_PRIORITIES
 from torchpod import checkpoint
-from torchpod.algos.ddpg import DDPG, DDPGConfig
-from torchpod.algos.dqn import C51, DQN, QRDQN, C51Config, DQNConfig, QRDQNConfig
-from torchpod.algos.r2d2 import R2D2, R2D2Config
-from torchpod.algos.sac import SACConfig, sac_agent
-from torchpod.algos.td3 import TD3, TD3Config
-from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
+from torchpod.algos.dqn import DQN, DQNConfig
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.checkpoint import CheckpointError
@@ -53,21 +49,6 @@ SMALL = (
     "evaluation.episodes=2",
 )
 STEPS = 4 * T
-DISCRETE = {
-    "c51": lambda spec: C51(spec, C51Config(hidden=(8,), n_step=2, num_atoms=5)),
-    "discrete_sac": lambda spec: sac_agent(spec, SACConfig(hidden=(8,))),
-    "dqn": lambda spec: DQN(spec, DQNConfig(hidden=(8,), n_step=2, target_interval=3)),
-    "dqn_loss": lambda spec: torchrl_agent(spec, TorchRLConfig("DQNLoss", hidden=(8,))),
-    "qr_dqn": lambda spec: QRDQN(spec, QRDQNConfig(hidden=(8,), n_step=2, num_quantiles=5)),
-    "r2d2": lambda spec: R2D2(spec, R2D2Config(hidden=(8,), n_step=2, recurrent=4, burn_in=2, length=3)),
-}
-CONTINUOUS = {
-    "ddpg": lambda spec: DDPG(spec, DDPGConfig(hidden=(8,), noise="ou")),
-    "sac": lambda spec: sac_agent(spec, SACConfig(hidden=(8,))),
-    "sac_loss": lambda spec: torchrl_agent(spec, TorchRLConfig("SACLoss", hidden=(8,))),
-    "td3": lambda spec: TD3(spec, TD3Config(hidden=(8,), n_step=2)),
-}
-WITHOUT_PRIORITIES = ("discrete_sac", "sac")
 
 
 def settings(env):
@@ -98,14 +79,14 @@ def assert_equal(a, b):
     pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y, equal_nan=True, rtol=0, atol=0), a, b)
 
 
-@pytest.mark.parametrize(("name", "host"), [("dqn", True), *((name, False) for name in DISCRETE | CONTINUOUS)], ids=str)
+@pytest.mark.parametrize(("name", "host"), [("dqn", True), *((name, False) for name in AGENTS)], ids=str)
 def test_in_lockstep_sebulba_equals_anakin_to_the_bit(seed, name, host):
     env = Pendulum(max_episode_steps=7) if name in CONTINUOUS else CartPole(max_episode_steps=7)
     replay = replace(PRIORITISED, prioritised=name not in WITHOUT_PRIORITIES)
     own = settings(env) | {"replay": replay, "num_iterations": 30 if host else 8}  # 18 are once around the ring
 
     def make():
-        return (DISCRETE | CONTINUOUS)[name](env.spec)
+        return AGENTS[name](env.spec)
 
     anakin = Anakin(make, env, **own)
     begin = anakin.init(seed)
@@ -151,16 +132,29 @@ def test_actors_follow_schedules_while_it_fills(seed, lag):
     torch.testing.assert_close(told, want[:, None].expand_as(told))
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_with_a_fixed_lag_two_runs_are_equal_to_the_bit(seed, lag):
-    env = CartPole(max_episode_steps=7)
-    states = []
-    for _ in range(2):
-        sebulba = Sebulba(
-            agent(env), lambda: copy.copy(env), config=SebulbaConfig(num_actor_threads=2, lag=lag), **settings(env)
-        )
-        states.append(last_of(train(sebulba, sebulba.init(seed)))[0])
-    assert_equal(*states)
+def by_two_actors(name, seed, lag):
+    """The last state, and all metrics."""
+    env = Pendulum(max_episode_steps=7) if name in CONTINUOUS else CartPole(max_episode_steps=7)
+    own = settings(env) | {"replay": replace(PRIORITISED, prioritised=name not in WITHOUT_PRIORITIES)}
+    sebulba = Sebulba(
+        lambda: AGENTS[name](env.spec),
+        lambda: copy.copy(env),
+        config=SebulbaConfig(num_actor_threads=2, lag=lag),
+        **own | {"num_iterations": 30 if name == "dqn" else 10},
+    )
+    return last_of(train(sebulba, sebulba.init(seed)))
+
+
+@pytest.mark.parametrize(("name", "lag"), [("dqn", 0), ("dqn", 2), *((name, 1) for name in AGENTS)])
+def test_with_a_fixed_lag_two_runs_are_equal_to_the_bit(seed, name, lag):
+    assert_equal(*(by_two_actors(name, seed, lag)[0] for _ in range(2)))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_with_a_free_lag_actors_fill_what_is_learned_from(seed, name):
+    state, history = by_two_actors(name, seed, "free")
+    assert state.iteration == (30 if name == "dqn" else 10) and state.learner.num_steps == 2 * len(history) > 0
+    assert all(x.isfinite().all() for x in state.learner.params.values())
 
 
 @pytest.fixture
@@ -184,11 +178,26 @@ def written_once(monkeypatch):
     monkeypatch.setattr(segments, "_digest", lambda path: read.append(path) or digest(path))
 
 
-@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
-@pytest.mark.parametrize("stop", [3, 14, 25], ids=["while it fills", "before the ring is full", "after"])
-def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, written_once, loop, stop):
-    lag = ["loop.lag=1"] if loop == "sebulba" else []
-    config = [*SMALL, f"loop={loop}", *lag, f"total_env_steps={30 * STEPS}"]
+OTHERS = (
+    ("algo=r2d2", "env=cartpole", "algo.agent.recurrent=4", "algo.agent.burn_in=2", "algo.agent.length=3"),
+    ("algo=ddpg", "env=pendulum", "algo.agent.noise=ou"),
+    ("loss=SACLoss", "env=pendulum"),
+)
+"""What else is resumed: recurrent states, noise that goes on, and TorchRL's losses."""
+
+
+@pytest.mark.parametrize(
+    ("loop", "stop", "other"),
+    [
+        *((loop, stop, ()) for loop in ("anakin", "sebulba") for stop in (3, 14, 25)),  # the ring is full after 10
+        *((loop, 14, other) for loop in ("anakin", "sebulba") for other in OTHERS),
+    ],
+)
+def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, written_once, loop, stop, other):
+    lag, small = ["loop.lag=1"] if loop == "sebulba" else [], SMALL
+    if other:
+        small = [*other, *(x for x in SMALL[2:] if "n_step" not in x), "algo.unroll_length=4"]
+    config = [*small, f"loop={loop}", *lag, f"total_env_steps={30 * STEPS}"]
     whole = execute(load([*config, f"run_dir={tmp_path}/whole"]))
     # Three checkpoints, at different iterations, so that several files are put together.
     config += ["checkpoint.interval_s=0"]
@@ -200,8 +209,8 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, written_on
     states = [torch.load(checkpoint.latest(run.dir) / "state-0.pt") for run in (whole, again)]
     assert_equal(*states)
     assert_equal(again.variables, whole.variables)
-    # One for every 8 steps, but those of the first iteration, which only collects; the summary counts no resets.
-    assert int(states[0][".learner.num_steps"]) * 8 == 29 * STEPS
+    # One for every 8 steps, but those of the first iterations, which only collect: one, or what a sequence needs.
+    assert int(states[0][".learner.num_steps"]) * 8 == (27 if "algo=r2d2" in other else 29) * STEPS
     assert 0.8 * 30 * STEPS < whole.summary["env_steps"] <= 30 * STEPS
     assert len(list((tmp_path / "parts/replay/0").glob("*.pt"))) <= 30
 
