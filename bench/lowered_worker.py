@@ -54,8 +54,8 @@ ON_HOST = re.compile(r"empty_strided_cpu|cpp_fused|\.item\(\)|\.tolist\(\)|\.cpu
 """What a program must not do that is captured."""
 PATIENCE_S = 90.0
 """For the machine code of a kernel; on a busy core the slowest took 15."""
-BACKWARD = torch.ops.torchpod.mlps_backward.default
-"""An operator of two kernels or, if its networks have many inputs, three."""
+NETWORKS = torch.ops.torchpod.mlps.default, torch.ops.torchpod.mlps_backward.default
+"""Operators; the second is two kernels or, if its networks have many inputs, three."""
 SMALLEST = 1e-6
 """Below this a tensor's largest number is what was left of larger ones."""
 TOLERANCE = 1e-4
@@ -188,6 +188,8 @@ class Lowered(NamedTuple):
     """Further arguments."""
     further: list[str]
     """Operators that launch another kernel than their first, once for each."""
+    networks: list[str]
+    """Operators of networks, and of how many each."""
 
     @property
     def launches(self) -> list[str]:
@@ -266,17 +268,22 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
         node.replace_all_uses_with(last)
         graph.graph.erase_node(node)
     graph.recompile()
-    many = [
-        n.args[1].meta["val"].shape[-1] > mlp.MANY_INPUTS
-        for n in graph.graph.find_nodes(op="call_function", target=BACKWARD)
-    ]
-    further = [f"torch.ops.{BACKWARD}" for x in many for _ in range(2 if x else 1)]
+    calls = [node for node in graph.graph.nodes if node.target in NETWORKS]
+    backward = [node for node in calls if node.target is NETWORKS[1]]
+    many = [node.args[1].meta["val"].shape[-1] > mlp.MANY_INPUTS for node in backward]
+    further = [f"torch.ops.{NETWORKS[1]}" for x in many for _ in range(2 if x else 1)]
+    networks = [f"{node.target.overloadpacket.__name__} {_number_of(node)}" for node in calls]
     codes: list[str] = []
     GraphLowering.save_output_code = codes.append  # pyright: ignore[reportAttributeAccessIssue]
     with inductor_config.patch(force_disable_caches=True, compile_threads=1):
         compiled = inductor.lowered(graph, fakes, mode)
     code = "\n".join(code.partition("def call(")[2].partition("\nrunner = ")[0] for code in codes)
-    return Lowered(code, compiled.current_callable, values, further)
+    return Lowered(code, compiled.current_callable, values, further, networks)
+
+
+def _number_of(node: Any) -> int:
+    """Of networks that share an operator."""
+    return node.args[2] if node.target is NETWORKS[0] else len(node.args[0])
 
 
 def make_machine_code(name: str, source: str) -> None:

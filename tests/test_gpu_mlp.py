@@ -25,6 +25,22 @@ def test_outputs_and_gradients_are_those_of_the_network(seed):
     assert len(found) == 48 and all(0 < error < 1e-5 for case in found for error in case)
 
 
+def test_networks_share_operators_unless_one_needs_the_other():
+    """Each line: the networks of every operator, forward and backward."""
+    ended = lowered.run("tests.networks_on_a_gpu", "--check")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == {
+        "both": ["mlps 2"],
+        "three": ["mlps 1", "mlps 2"],
+        "gradients": ["mlps 2", "mlps_backward 2"],
+        "one_gradient": ["mlps 1", "mlps 1", "mlps_backward 1"],
+        "after_another": ["mlps 1", "mlps 1", "mlps_backward 1", "mlps_backward 1"],
+        "made_by_another": ["mlps 1", "mlps 1"],
+        "late": ["mlps 2"],
+        "unlike": ["mlps 1", "mlps 1"],
+    }
+
+
 @pytest.mark.slow
 def test_the_widest_networks_fit_on_an_h100():
     found = printed()
@@ -58,7 +74,7 @@ def test_the_operators_on_a_gpu_are_those_on_a_cpu(networks, sizes, rows, kind, 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        made = ops.mlps(on_gpu, parameters, networks, kind)
+        made = ops.mlps(on_gpu, parameters, networks, kind, sizes[0] > mlp.MANY_INPUTS)
         told = [dy.cuda() for dy in dys], on_gpu, made[networks:], parameters, kind
         gradients, again = ops.mlps_backward(*told), ops.mlps_backward(*told)
     finally:

@@ -49,7 +49,7 @@ def errors(lead, rows, sizes, relu, networks, generator):
     expected = [network(x.double(), exact[i * own : (i + 1) * own], relu) for i in range(networks)]
     gradients = torch.autograd.grad(expected, exact, [dy.double() for dy in dys])
     kind = 2 if relu else 1
-    outputs = gpu_mlp.forward(x, parameters, networks, kind)
+    outputs = gpu_mlp.forward(x, parameters, networks, kind, sizes[0] > mlp.MANY_INPUTS)
     outputs, hidden = outputs[:networks], outputs[networks:]
     assert len(hidden) == (networks if sizes[0] > mlp.MANY_INPUTS else 0)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def machine_code():
         for kernel, (rows, inputs, stages), own in kernels:
             constants: dict[str, Any] = gpu_mlp._common(list(sizes[:-1]), [sizes[-1]] * 2, 2, rows, inputs)
             constants |= {"RELU": False, **own}
-            numbers = ("rows", "num_blocks", "outputs", "further")
+            numbers = ("rows", "num_blocks", "outputs", "outputs_")
             kinds = {n: "constexpr" if n in constants else "i32" if n in numbers else "*fp32" for n in kernel.arg_names}
             source = triton.ASTSource(kernel, kinds, constexprs=constants)
             options = {"num_warps": gpu_mlp.WARPS, "num_stages": stages}

@@ -4,11 +4,12 @@ A block of threads takes some rows through all layers of a network, with the act
 with the same inputs, such as a policy and its critic, share a launch. Backward, each of a fixed number of blocks
 computes the hidden layers of its rows again, which is quicker than to read them, and adds up gradients over the rows
 that it takes in turn; a second kernel adds up those of the blocks, always in the same order. Where inputs are many, the
-first hidden layer is kept, and the gradient of the first weights is a product of cuBLAS. Matrix products are in TF32 if
-torch's are (`torch.set_float32_matmul_precision`); else each is three products in TF32, of the numbers and of what is
-left of them, which together lose about as much as one in float32. With TF32 tanh is the GPU's own, which errs by 2^-11
-at most, as does a number that is rounded to TF32. (In float32 itself a kernel for 64 x 64 weights
-spills 20 KB of registers, says `ptxas -v` for sm_90.)
+first hidden layer is kept, and the gradient of the first weights is a product of cuBLAS.
+
+Matrix products are in TF32 if torch's are (`torch.set_float32_matmul_precision`), and then tanh is the GPU's own, which
+errs by 2^-11, as does a number that is rounded to TF32, and its derivative, 1 - tanh^2, by twice that. Else each is
+three products in TF32, of the numbers and of what is left of them, which together lose about as much as one in float32.
+(In float32 itself a kernel for 64 x 64 weights spills 20 KB of registers, says `ptxas -v` for sm_90.)
 """
 
 # ruff: noqa: ANN001, ANN202 (what a kernel takes are pointers and numbers of Triton, for which there are no types)
@@ -16,6 +17,7 @@ spills 20 KB of registers, says `ptxas -v` for sm_90.)
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,35 +122,34 @@ def _first_layer(x, w0, b0, at, inside, RELU: tl.constexpr, TF: tl.constexpr, BL
 
 @triton.jit
 def _forward(
-    x, w0, b0, w1, b1, w2, b2, w3, b3, v0, c0, v1, c1, v2, c2, v3, c3, h, g, y, z, rows, outputs, further,
+    x, w0, b0, w1, b1, w2, b2, w3, b3, w0_, b0_, w1_, b1_, w2_, b2_, w3_, b3_, h, h_, y, y_, rows, outputs, outputs_,
     NETWORKS: tl.constexpr, LAYERS: tl.constexpr, RELU: tl.constexpr, KEEP: tl.constexpr, TF: tl.constexpr,
     BLOCK: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     K: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, P_LAST: tl.constexpr, P_OUT: tl.constexpr,
 ):  # fmt: skip
     """N0 inputs, then the size of each hidden layer; P the next power of two, K of the inputs that are taken together.
 
-    Weights and biases of the first network, those of the second; w3, b3 of the last layer, 1 and 2 of those between.
-    Then where the first hidden layers and the outputs go.
+    What ends with an underscore belongs to the second network; w3 and b3 to the last layer, 1 and 2 to those between.
     """
     second, member = tl.program_id(0) % NETWORKS == 1, tl.program_id(1).to(tl.int64)
     r = tl.program_id(0) // NETWORKS * BLOCK + tl.arange(0, BLOCK)[:, None]
     inside, at = r < rows, member * rows + r
-    outputs = _either(outputs, further, second, NETWORKS)
-    w, b = _either(w0, v0, second, NETWORKS) + member * N1 * N0, _either(b0, c0, second, NETWORKS) + member * N1
+    outputs = _either(outputs, outputs_, second, NETWORKS)
+    w, b = _either(w0, w0_, second, NETWORKS) + member * N1 * N0, _either(b0, b0_, second, NETWORKS) + member * N1
     a = _first_layer(x, w, b, at, inside, RELU, TF, BLOCK, N0, N1, K, P1)
     if KEEP:
-        _keep(a, _either(h, g, second, NETWORKS), at, inside, N1, N1, P1)
+        _keep(a, _either(h, h_, second, NETWORKS), at, inside, N1, N1, P1)
     if LAYERS > 2:
-        w, b = _either(w1, v1, second, NETWORKS) + member * N2 * N1, _either(b1, c1, second, NETWORKS) + member * N2
+        w, b = _either(w1, w1_, second, NETWORKS) + member * N2 * N1, _either(b1, b1_, second, NETWORKS) + member * N2
         a = _activated(_layer(a, _weight(w, N2, N1, P1, P2), _bias(b, N2, P2), TF), RELU, TF)
     if LAYERS > 3:
-        w, b = _either(w2, v2, second, NETWORKS) + member * N3 * N2, _either(b2, c2, second, NETWORKS) + member * N3
+        w, b = _either(w2, w2_, second, NETWORKS) + member * N3 * N2, _either(b2, b2_, second, NETWORKS) + member * N3
         a = _activated(_layer(a, _weight(w, N3, N2, P2, P3), _bias(b, N3, P3), TF), RELU, TF)
     LAST: tl.constexpr = N1 if LAYERS == 2 else N2 if LAYERS == 3 else N3
-    w, b = _either(w3, v3, second, NETWORKS) + member * outputs * LAST, _either(b3, c3, second, NETWORKS)
+    w, b = _either(w3, w3_, second, NETWORKS) + member * outputs * LAST, _either(b3, b3_, second, NETWORKS)
     b += member * outputs
     a = _layer(a, _weight(w, outputs, LAST, P_LAST, P_OUT), _bias(b, outputs, P_OUT), TF)
-    _keep(a, _either(y, z, second, NETWORKS), at, inside, outputs, outputs, P_OUT)
+    _keep(a, _either(y, y_, second, NETWORKS), at, inside, outputs, outputs, P_OUT)
 
 
 @triton.jit
@@ -175,29 +176,32 @@ def _put(sums, dw, db, W: tl.constexpr, B: tl.constexpr, outputs, IN: tl.constex
 
 @triton.jit
 def _backward(
-    dy, dz, x, h, g, w0, b0, w1, b1, w2, b2, w3, v0, c0, v1, c1, v2, c2, v3, dfirst, sums, rows, num_blocks, outputs,
-    further, NETWORKS: tl.constexpr, LAYERS: tl.constexpr, RELU: tl.constexpr, TF: tl.constexpr, BLOCK: tl.constexpr,
-    TOTAL: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
+    dy, dy_, x, h, h_, w0, b0, w1, b1, w2, b2, w3, w0_, b0_, w1_, b1_, w2_, b2_, w3_, dfirst, sums, rows, num_blocks,
+    outputs, outputs_, NETWORKS: tl.constexpr, LAYERS: tl.constexpr, RELU: tl.constexpr, TF: tl.constexpr,
+    BLOCK: tl.constexpr, TOTAL: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     K: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, P_LAST: tl.constexpr, P_OUT: tl.constexpr,
     W0: tl.constexpr, B0: tl.constexpr, W1: tl.constexpr, B1: tl.constexpr,
     W2: tl.constexpr, B2: tl.constexpr, W3: tl.constexpr, B3: tl.constexpr,
 ):  # fmt: skip
-    """As of `_forward`; W and B: where the gradient of each weight and bias begins in the sums of a network."""
+    """As of `_forward`; W and B: where the gradient of each weight and bias begins in the sums of a network.
+
+    `sums [programs, networks, TOTAL * members]`: of a network the first weights of all members, the first biases, ...
+    """
     second, member = tl.program_id(0) % NETWORKS == 1, tl.program_id(1).to(tl.int64)
     program, programs = tl.program_id(0) // NETWORKS, tl.num_programs(0) // NETWORKS
     LAST: tl.constexpr = N1 if LAYERS == 2 else N2 if LAYERS == 3 else N3
-    outputs = _either(outputs, further, second, NETWORKS)
-    dy, h = _either(dy, dz, second, NETWORKS), _either(h, g, second, NETWORKS)
-    last = _weight(_either(w3, v3, second, NETWORKS) + member * outputs * LAST, outputs, LAST, P_LAST, P_OUT)
+    outputs = _either(outputs, outputs_, second, NETWORKS)
+    dy, h = _either(dy, dy_, second, NETWORKS), _either(h, h_, second, NETWORKS)
+    last = _weight(_either(w3, w3_, second, NETWORKS) + member * outputs * LAST, outputs, LAST, P_LAST, P_OUT)
     if N0 <= K:
-        first = _weight(_either(w0, v0, second, NETWORKS) + member * N1 * N0, N1, N0, K, P1)
-        bias1 = _bias(_either(b0, c0, second, NETWORKS) + member * N1, N1, P1)
+        first = _weight(_either(w0, w0_, second, NETWORKS) + member * N1 * N0, N1, N0, K, P1)
+        bias1 = _bias(_either(b0, b0_, second, NETWORKS) + member * N1, N1, P1)
     if LAYERS > 2:
-        weight2 = _weight(_either(w1, v1, second, NETWORKS) + member * N2 * N1, N2, N1, P1, P2)
-        bias2 = _bias(_either(b1, c1, second, NETWORKS) + member * N2, N2, P2)
+        weight2 = _weight(_either(w1, w1_, second, NETWORKS) + member * N2 * N1, N2, N1, P1, P2)
+        bias2 = _bias(_either(b1, b1_, second, NETWORKS) + member * N2, N2, P2)
     if LAYERS > 3:
-        weight3 = _weight(_either(w2, v2, second, NETWORKS) + member * N3 * N2, N3, N2, P2, P3)
-        bias3 = _bias(_either(b2, c2, second, NETWORKS) + member * N3, N3, P3)
+        weight3 = _weight(_either(w2, w2_, second, NETWORKS) + member * N3 * N2, N3, N2, P2, P3)
+        bias3 = _bias(_either(b2, b2_, second, NETWORKS) + member * N3, N3, P3)
     dw0, db0 = tl.zeros([P1, K], tl.float32), tl.zeros([P1], tl.float32)
     if LAYERS > 2:
         dw1, db1 = tl.zeros([P2, P1], tl.float32), tl.zeros([P2], tl.float32)
@@ -258,17 +262,17 @@ def _add(sums, to, programs, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tl.store(to + c, tl.sum(added, 0), mask=c < total)
 
 
-def forward(x: Tensor, parameters: list[Tensor], networks: int, activation: int) -> list[Tensor]:
-    """The operator mlps: `(x [..., B, I], weight0, bias0, ... of each network, how many, activation)`.
+def forward(x: Tensor, parameters: list[Tensor], networks: int, activation: int, keep: bool) -> list[Tensor]:
+    """The operator mlps: `(x [..., B, I], weight0, bias0, ... of each network, how many, activation, keep)`.
 
     Returns:
-      The output of each network, `[..., B, O]`; with many inputs then the first hidden layers.
+      The output of each network, `[..., B, O]`; with `keep` then the first hidden layers.
     """
     sizes, outputs, (members, rows) = _sizes(x, parameters, networks), _outputs(parameters, networks), _lead(x)
     made = [x.new_empty(*x.shape[:-1], size) for size in outputs]
-    if keep := sizes[0] > MANY_INPUTS:
+    if keep:
         made += [x.new_empty(*x.shape[:-1], sizes[1]) for _ in range(networks)]
-    most, together, stages = FORWARD_MANY if keep else FORWARD
+    most, together, stages = FORWARD_MANY if sizes[0] > MANY_INPUTS else FORWARD
     block = _block(rows * networks, most)
     _forward[(networks * triton.cdiv(rows, block), members)](
         x, *_slots(parameters, networks, x), *_two(made[networks:], x), *_two(made[:networks], x), rows,
@@ -281,7 +285,7 @@ def forward(x: Tensor, parameters: list[Tensor], networks: int, activation: int)
 def backward(
     doutputs: list[Tensor], x: Tensor, hidden: list[Tensor], parameters: list[Tensor], activation: int
 ) -> list[Tensor]:
-    """The operator mlps_backward; `hidden`: what `forward` returned behind the outputs.
+    """The operator mlps_backward; `hidden`: the first hidden layers if there are many inputs, else nothing.
 
     Returns:
       Gradients of `parameters`.
@@ -311,12 +315,16 @@ def backward(
     if programs > 1:
         added, (tile, columns) = torch.empty_like(added), ADD
         _add[(triton.cdiv(len(added), columns),)](sums, added, programs, len(added), ROWS=tile, COLUMNS=columns)
-    first = (dfirst.mT @ x).split(sizes[1], -2) if wide else ()
+    first: Sequence[Tensor] = ()
+    if wide and x.ndim == 2:  # both in one product, whose rows are theirs
+        first = (dfirst.mT @ x).split(sizes[1])
+    elif wide:
+        first = [own.mT @ x for own in dfirst.split(sizes[1], -1)]
     found = []
     for i, parameter in enumerate(parameters):
         network, number = divmod(i, len(places))
         if wide and number == 0:
-            found.append(first[network].contiguous())
+            found.append(first[network])
         else:
             begin = members * (network * total + places[number])
             found.append(added[begin : begin + parameter.numel()].view(parameter.shape))

@@ -1,6 +1,7 @@
 """Multilayer perceptrons in a program become one operator forward and one backward: see cpu_mlp.cpp and gpu_mlp.py.
 
-On a GPU two networks with the same inputs become one, if all but their outputs has the same sizes.
+On a GPU two networks with the same inputs share operators, if they differ in the size of their outputs alone and both
+have a gradient, or neither.
 
 `fuse` finds them in a traced graph, in whatever module they were written: linear layers with tanh or relu between them
 and, if there is a gradient, all that belongs to it. What it does not recognise stays as it is.
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -31,7 +31,7 @@ WIDEST = {"cpu": 256, "cuda": 64}
 """Of hidden layers: the weights of a wider one are not in a CPU's cache, and MKL is faster; or not in the shared memory
 of a GPU's multiprocessor, where that holds for the last layer as well."""
 MANY_INPUTS = 64
-"""With more, a GPU keeps the first hidden layer for the backward pass; else it computes all of them again."""
+"""With more, a GPU keeps the first hidden layer for a backward pass; else it computes all of them again."""
 SHARED_BYTES = 227 * 1024
 """Of a block of threads, that a GPU must have: what an H100 and an H200 have."""
 
@@ -74,17 +74,19 @@ def _fake_backward(doutput: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]
 
 for _layers in NUM_LAYERS:
     _define(_layers)
-_LIBRARY.define("mlps(Tensor x, Tensor[] parameters, int networks, int activation) -> Tensor[]", tags=CONTIGUOUS)
+_LIBRARY.define(
+    "mlps(Tensor x, Tensor[] parameters, int networks, int activation, bool keep) -> Tensor[]", tags=CONTIGUOUS
+)
 _LIBRARY.define(
     "mlps_backward(Tensor[] doutputs, Tensor x, Tensor[] hidden, Tensor[] parameters, int activation) -> Tensor[]",
     tags=CONTIGUOUS,
 )
 
 
-def _fake_together(x: Tensor, parameters: list[Tensor], networks: int, activation: int) -> list[Tensor]:
-    """Outputs and, with many inputs, the first hidden layers."""
+def _fake_together(x: Tensor, parameters: list[Tensor], networks: int, activation: int, keep: bool) -> list[Tensor]:
+    """Outputs and, if they are kept, the first hidden layers."""
     own = len(parameters) // networks
-    kept = [parameters[i * own] for i in range(networks)] if x.shape[-1] > MANY_INPUTS else []
+    kept = [parameters[i * own] for i in range(networks)] if keep else []
     last = [parameters[i * own - 2] for i in range(1, networks + 1)]
     return [x.new_empty(*x.shape[:-1], weight.shape[-2]) for weight in (*last, *kept)]
 
@@ -92,7 +94,7 @@ def _fake_together(x: Tensor, parameters: list[Tensor], networks: int, activatio
 torch.library.register_fake("torchpod::mlps", _fake_together, lib=_LIBRARY)
 torch.library.register_fake(
     "torchpod::mlps_backward",
-    lambda doutputs, x, hidden, parameters, activation: [torch.empty_like(p) for p in parameters],
+    lambda doutputs, x, hidden, parameters, activation: [p.new_empty(p.shape) for p in parameters],
     lib=_LIBRARY,
 )
 
@@ -182,7 +184,7 @@ def fuse(module: GraphModule) -> bool:
                 _insert_backward(graph, network, hidden, network.gradient)
     while on_gpu:
         first = on_gpu.pop(0)
-        second = next((other for other in on_gpu if _go_together(graph, first, other)), None)
+        second = next((other for other in on_gpu if _go_together(first, other)), None)
         if second is not None:
             on_gpu.remove(second)
         _insert_together(graph, [first] if second is None else [first, second])
@@ -208,12 +210,14 @@ def _value(node: Node) -> Tensor:
 
 
 def _seen_through(node: Any) -> Any:
-    """Behind views and expansions that change nothing."""
-    while (
-        isinstance(node, Node)
-        and node.target in (aten.view.default, aten.expand.default)
-        and _value(cast(Node, node.args[0])).shape == _value(node).shape
+    """Behind views, expansions and products with 1 (vmap's, of biases) that change nothing."""
+    while isinstance(node, Node) and (
+        node.target in (aten.view.default, aten.expand.default)
+        or (node.target is aten.mul.Scalar and node.args[1] == 1)
     ):
+        before, after = _value(cast(Node, node.args[0])), _value(node)
+        if before.shape != after.shape or before.dtype != after.dtype:
+            break
         node = node.args[0]
     return node
 
@@ -411,43 +415,46 @@ def _insert_backward(graph: Graph, network: _Network, hidden: list[Node], gradie
 
 def _insert_together(graph: Graph, networks: list[_Network]) -> None:
     """One operator forward for one or two networks on a GPU and, if there are gradients, one backward."""
+    from torch._inductor.pattern_matcher import stable_topological_sort  # half a second, for those who compile
+
     x, kind, number = networks[0].x, networks[0].kind, len(networks)
     parameters = [node for network in networks for node in network.parameters]
-    order = _order(graph)
-    with graph.inserting_before(min((network.layers[-1].output for network in networks), key=order.__getitem__)):
-        made = _call(graph, "mlps", (x, parameters, number, kind))
-        results = [_item(graph, made, i) for i in range(len(made.meta["val"]))]
     gradients = [network.gradient for network in networks if network.gradient]
+    keep, order = bool(gradients) and _value(x).shape[-1] > MANY_INPUTS, _order(graph)
+    with graph.inserting_before(min((network.layers[-1].output for network in networks), key=order.__getitem__)):
+        made = _call(graph, "mlps", (x, parameters, number, kind, keep))
+        results = [_item(graph, made, i) for i in range(len(made.meta["val"]))]
     for network, output in zip(networks, results, strict=False):
         network.layers[-1].output.replace_all_uses_with(output)
-    if not gradients:
-        return
-    doutputs = [gradient.doutput for gradient in gradients]
-    with graph.inserting_before(_after(graph, [*doutputs, *results])):
-        made = _call(graph, "mlps_backward", (doutputs, x, results[number:], parameters, kind))
-        for i, gradient in enumerate(gradients):
+    if gradients:
+        doutputs = [gradient.doutput for gradient in gradients]
+        with graph.inserting_before(_after(graph, [*doutputs, *results])):
+            made = _call(graph, "mlps_backward", (doutputs, x, results[number:], parameters, kind))
             own = len(parameters) // number
-            _replace_gradient(graph, gradient, [_item(graph, made, i * own + j) for j in range(own)])
+            for i, gradient in enumerate(gradients):
+                _replace_gradient(graph, gradient, [_item(graph, made, i * own + j) for j in range(own)])
     stable_topological_sort(graph)
 
 
-def _go_together(graph: Graph, first: _Network, second: _Network) -> bool:
-    """Whether two networks on a GPU can be one."""
+def _go_together(first: _Network, second: _Network) -> bool:
+    """Whether two networks on a GPU can share operators: they are alike, and neither needs what the other gives."""
     alike = first.x is second.x and first.kind == second.kind and first.sizes[:-1] == second.sizes[:-1]
     if not alike or (first.gradient is None) != (second.gradient is None):
         return False
-    order = _order(graph)
-    outputs = (network.layers[-1].output for network in (first, second))
-    if max(order[p] for p in (*first.parameters, *second.parameters)) > min(order[y] for y in outputs):
-        return False  # what is computed by one could be a parameter of the other
-    return not (first.gradient and second.gradient) or not (
-        _comes_from(first.gradient, second.gradient) or _comes_from(second.gradient, first.gradient)
+    return not any(
+        _comes_from(one.parameters, {other.layers[-1].output})
+        or (
+            one.gradient
+            and other.gradient
+            and _comes_from([one.gradient.doutput], {*other.gradient.dweights, *other.gradient.dbiases})
+        )
+        for one, other in ((first, second), (second, first))
     )
 
 
-def _comes_from(gradient: _Gradient, other: _Gradient) -> bool:
-    """Whether a gradient is computed with another's results."""
-    seen, todo, results = set[Node](), [gradient.doutput], {*other.dweights, *other.dbiases}
+def _comes_from(nodes: list[Node], results: set[Node]) -> bool:
+    """Whether nodes are computed with some results."""
+    seen, todo = set(nodes), list(nodes)
     while todo:
         node = todo.pop()
         if node in results:

@@ -8,16 +8,19 @@ import pytest
 from torchpod.bench import lowered
 
 
-def test_an_iteration_for_a_gpu_computes_what_it_should():
+@pytest.mark.parametrize("population", [1, 2])
+def test_an_iteration_for_a_gpu_computes_what_it_should(population):
     """PPO on CartPole: every program, its kernels interpreted, and none of them returns to the host."""
     small = ["algo.unroll_length=4", "algo.agent.hidden=[16, 16]", "algo.learner.num_minibatches=2"]
-    found = lowered.look(["algo=ppo", "env=cartpole", "num_envs=4", *small], "--check")
+    found = lowered.look(["algo=ppo", "env=cartpole", "num_envs=4", f"population={population}", *small], "--check")
     assert 0 < found["largest_difference"] < 1e-4  # floats are rounded otherwise, so equal ones were not compared
     in_programs = sum(calls * launches for calls, launches in found["programs"].values())
     assert found["launches"] == in_programs + sum(found["between"].values())
     calls = {name.rpartition(".")[2]: calls for name, (calls, _) in found["programs"].items()}
     assert calls["step"] == 4 and calls["_gradient_one"] == calls["_apply_one"] == 2 * 4
-    assert {"torch.ops.torchpod.mlps.default", "torch.ops.torchpod.mlps_backward.default"} < found["operators"].keys()
+    # Policy and critic share them: in every step, before learning, and in every gradient; backward are two kernels.
+    assert found["operators"]["torch.ops.torchpod.mlps.default"] == 4 + 1 + 8
+    assert found["operators"]["torch.ops.torchpod.mlps_backward.default"] == 2 * 8
     assert found["layers"] == [[4, 16], [16, 16]] * 2 + [[16, 2], [16, 1]] and found["rows"] == 16
 
 
