@@ -58,6 +58,15 @@ def test_events_on_a_gpu_tell_the_time_of_the_last_iteration(monkeypatch):
 
 @pytest.mark.parametrize("on", [False, True])
 def test_anakin_tells_of_its_phases_when_asked(on):
+    told(on, "cpu")
+
+
+@pytest.mark.gpu
+def test_a_captured_iteration_tells_of_its_phases():
+    told(True, "cuda")
+
+
+def told(on, device):
     learner = LearnerConfig(num_epochs=1, num_minibatches=1)
     env = CartPole()
     anakin = Anakin(
@@ -67,7 +76,8 @@ def test_anakin_tells_of_its_phases_when_asked(on):
         unroll_length=8,
         learner=learner,
         num_iterations=4,
-        compiler=Compiler(enabled=False),
+        compiler=Compiler(enabled=device == "cuda"),
+        device=device,
         phases=on,
     )
     for report, _ in train(anakin, anakin.init(0), iterations_per_call=2):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.replay import agents as replay_agents
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.bench import gpu
@@ -14,7 +15,9 @@ from torchpod.bench.gpu import HostCase
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
+from torchpod.replay import ReplayConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 
 AGENTS = {
@@ -63,6 +66,46 @@ def test_with_a_fixed_lag_two_captured_runs_are_equal_whatever_threads_and_strea
     for a, b in zip(*map(pytree.tree_leaves, ends), strict=True):
         assert torch.equal(a, b)
     assert ends[0].learner.healthy
+
+
+def replayed_twice(name, *, compiled, device):
+    """The ends of two runs by two actors, with what is learned from in the host's memory in one of them."""
+    env = Pendulum(max_episode_steps=9) if name in replay_agents.CONTINUOUS else CartPole(max_episode_steps=9)
+    for host in (False, True):
+        sebulba = Sebulba(
+            lambda: replay_agents.AGENTS[name](env.spec),
+            lambda: copy.copy(env),
+            num_envs=16,
+            unroll_length=4,
+            learner=LearnerConfig(num_epochs=1, num_minibatches=2),
+            num_iterations=20,
+            compiler=Compiler(compiled),
+            config=SebulbaConfig(num_actor_threads=2, lag=1),
+            device=device,
+            replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=name != "sac", host=host),
+        )
+        state = sebulba.init(0)
+        for _, program in train(sebulba, state):
+            state = program.state
+        yield state
+
+
+def equal_ends(states):
+    first, second = states
+    for a, b in zip(*map(pytree.tree_leaves, (first, second)), strict=True):
+        assert torch.equal(a, b)
+    assert first.learner.healthy and first.learner.num_steps > 0
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac", "td3"])
+def test_with_replay_two_runs_are_equal(name):
+    equal_ends(replayed_twice(name, compiled=False, device="cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac", "td3"])
+def test_with_replay_two_captured_runs_are_equal_wherever_it_lies(name):
+    equal_ends(replayed_twice(name, compiled=True, device="cuda"))
 
 
 @pytest.mark.gpu
