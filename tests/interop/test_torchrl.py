@@ -167,12 +167,24 @@ CASES = [
     ("A2CLoss", CartPole, {"clip_value": 1e-3}),
     ("ClipPPOLoss", CartPole, {"normalize_advantage": True}),
 ]
+QUICK = [("A2CLoss", CartPole, {}), ("DQNLoss", CartPole, {})]
+"""To compile."""
 
 
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.filterwarnings("ignore:.*Monte", "ignore:.*analytic")
-@pytest.mark.parametrize(("name", "make_env", "arguments"), CASES)
-def test_updates_are_those_of_torchrl_and_torch_optim(name, make_env, arguments, seed):
-    """Some in a row: then the policy is not the one that acted, and targets are not what they follow."""
+@pytest.mark.parametrize(
+    ("compiled", "name", "make_env", "arguments"),
+    [
+        *((False, *case) for case in CASES),
+        *(pytest.param(True, *x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES),
+    ],
+)
+def test_updates_are_those_of_torchrl_and_torch_optim(compiled, name, make_env, arguments, seed):
+    """Some in a row: then the policy is not the one that acted, and targets are not what they follow.
+
+    Compiled they are so in float64 as well: gradients, clipping, Adam and targets are the programs of a run.
+    """
     env = make_env(max_episode_steps=T)
     agent, loss = of_both(name, env, seed, **arguments)
     trajectory = ended(collect(agent, env, seed))
@@ -190,7 +202,7 @@ def test_updates_are_those_of_torchrl_and_torch_optim(name, make_env, arguments,
 
     def ours(updates):
         settings = LearnerConfig(num_epochs=updates, num_minibatches=1, chunk_rows=T * B, **rates)
-        learner = Learner(agent, settings, num_iterations=1)
+        learner = Learner(agent, settings, num_iterations=1, compiler=Compiler(compiled, max_compilations=20))
         return learner.update(learner.init(*variables_of(agent)), trajectory, keys)
 
     data = in_torchrls_words(trajectory, batch_of(agent, trajectory, seed))
