@@ -370,3 +370,19 @@ def test_a_ring_in_files_is_as_one_in_memory_and_leaves_none(tmp_path: Path):
         execute(load([*config, f"run_dir={tmp_path}/none", f"algo.replay.folder={tmp_path}/disk"]))
     more = [f"resume={tmp_path}/files", "algo=dqn", "algo.replay.folder=null", f"total_env_steps={31 * STEPS}"]
     assert execute(load(more)).summary["env_steps"] > files.summary["env_steps"]
+
+
+@pytest.mark.slow
+def test_a_million_steps_are_written_once(tmp_path: Path):
+    """Resumed, and five iterations later: what is written anew is theirs, and the priorities."""
+    more = ("num_envs=256", "algo.unroll_length=16", "algo.replay.capacity=1000000", "algo.replay.min_size=1000000")
+    config = [*SMALL, *more, "algo.env_steps_per_update=1024", f"run_dir={tmp_path}/run"]
+    execute(load([*config, f"total_env_steps={260 * 4096}"]))
+    before = {path: path.stat() for path in (tmp_path / "run/replay/0").glob("*.pt")}
+    assert sum(x.st_size for x in before.values()) > 30e6
+    execute(load([f"resume={tmp_path}/run", "algo=dqn", f"total_env_steps={265 * 4096}"]))
+    after = {path: path.stat() for path in (tmp_path / "run/replay/0").glob("*.pt")}
+    assert all(
+        after[path].st_mtime_ns == x.st_mtime_ns and after[path].st_ino == x.st_ino for path, x in before.items()
+    )
+    assert sum(x.st_size for path, x in after.items() if path not in before) < 1e6
