@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from torchpod.bench.lowered_worker import Lowering, lower
+from torchpod.bench.lowered_worker import Lowering
 
 ROWS, SIZES = 20, (5, 16, 16)
 
@@ -79,8 +79,10 @@ def unlike(x, a, b):
 def shared(fn, count=2):
     """Networks of each operator, forward and backward; the program is compared with the function."""
     args = (torch.randn(ROWS, SIZES[0]), *parameters(2, count))
-    Lowering(check=True)(fn)(*args)
-    return sorted(lower(fn, args).networks)
+    lowering = Lowering(check=True)
+    lowering(fn)(*args)
+    (program,) = lowering.programs.values()
+    return sorted(program.networks)
 
 
 torch.manual_seed(0)

@@ -251,7 +251,8 @@ def test_a_pace_that_cannot_be_kept_is_refused(overrides: list[str], message: st
 def test_every_setting_of_replay_has_its_place(override):
     for field in dataclasses.fields(ReplayConfig):
         value = "null" if field.default is None else str(field.default).lower()
-        load([override, f"algo.replay.{field.name}={value}"])
+        config = load([override, f"algo.replay.{field.name}={value}"])
+        assert getattr(config.algo.replay, field.name) == field.default
 
 
 def test_agents_without_replay_have_no_pace():

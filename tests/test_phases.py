@@ -58,15 +58,21 @@ def test_events_on_a_gpu_tell_the_time_of_the_last_iteration(monkeypatch):
 
 @pytest.mark.parametrize("on", [False, True])
 def test_anakin_tells_of_its_phases_when_asked(on):
-    told(on, "cpu")
+    told = shares_of(on, "cpu")
+    assert len(told) == 2 and all(len(shares) == (3 if on else 0) for shares in told)
+    assert all(0 < share < 1 for shares in told for share in shares)
+    assert [sum(shares) for shares in told] == pytest.approx([int(on)] * 2)
 
 
 @pytest.mark.gpu
 def test_a_captured_iteration_tells_of_its_phases():
-    told(True, "cuda")
+    told = shares_of(True, "cuda")
+    assert all(0 < share < 1 for shares in told for share in shares)
+    assert [sum(shares) for shares in told] == pytest.approx([1.0] * 2)
 
 
-def told(on, device):
+def shares_of(on, device):
+    """In each of two reports."""
     learner = LearnerConfig(num_epochs=1, num_minibatches=1)
     env = CartPole()
     anakin = Anakin(
@@ -80,7 +86,5 @@ def told(on, device):
         device=device,
         phases=on,
     )
-    for report, _ in train(anakin, anakin.init(0), iterations_per_call=2):
-        shares = [report.metrics[name].item() for name in report.metrics if name.startswith("phase_")]
-        assert len(shares) == (3 if on else 0)
-        assert all(0 < share < 1 for share in shares) and sum(shares) == pytest.approx(int(on))
+    reports = [report for report, _ in train(anakin, anakin.init(0), iterations_per_call=2)]
+    return [[x.item() for name, x in report.metrics.items() if name.startswith("phase_")] for report in reports]

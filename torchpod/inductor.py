@@ -356,9 +356,7 @@ def _gpu_options(inputs: Sequence[Any]) -> dict[str, Any]:
         return {}
     # No kernel is chosen by timing, for its sums would be rounded otherwise.
     options = {"deterministic": True, "shape_padding": False, "triton.autotune_pointwise": False}
-    options["comprehensive_padding"] = (
-        False  # outputs are the next step's inputs: their strides must be those of theirs
-    )
+    options["comprehensive_padding"] = False  # what a step returns the next one takes, with the strides of the first
     options["online_softmax"] = False  # for sums that are split inductor takes it back, with a warning
     if hasattr(inductor_config, "combo_kernels_pointwise_only"):  # not in every release
         # Kernels that do not need each other are launched as one; with sums among them ptxas takes minutes.

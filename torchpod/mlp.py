@@ -174,11 +174,14 @@ def fuse(module: GraphModule) -> bool:
         found.append(_Network(chain, gradient))
     if not found:
         return False
-    on_gpu = [network for network in found if _value(network.x).device.type == "cuda"]
+    on_gpu = []
     for network in found:
+        device = _value(network.x).device.type
         FUSED.add(network.sizes)
-        load(_value(network.x).device.type)
-        if network not in on_gpu:
+        load(device)
+        if device == "cuda":
+            on_gpu.append(network)
+        else:
             hidden = _insert_forward(graph, network)
             if network.gradient:
                 _insert_backward(graph, network, hidden, network.gradient)
