@@ -473,15 +473,16 @@ def problems(
 
 
 def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:
-    """The cases whose names begin with `only`; all, if that is None.
+    """The cases whose names begin with `only`, or one of several that commas part; all, if that is None.
 
     Raises:
       ValueError: if there is none.
     """
-    found = [case for case in cases if case.name.startswith(only or "")]
-    if not found:
-        raise ValueError(f"--only {only} is no row of {suite}; {nearest(str(only), [case.name for case in cases])}")
-    return found
+    starts = (only or "").split(",")
+    for start in starts:
+        if not any(case.name.startswith(start) for case in cases):
+            raise ValueError(f"--only {start} is no row of {suite}; {nearest(start, [case.name for case in cases])}")
+    return [case for case in cases if case.name.startswith(tuple(starts))]
 
 
 @dataclass(frozen=True)

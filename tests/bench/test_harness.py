@@ -58,6 +58,12 @@ def test_some_rows_alone(tmp_path, fake):
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_cartpole")
     assert document["only"] == "ppo_cartpole"
     assert [row["name"] for row in document["rows"] if row["unit"] != "s"] == ["ppo_cartpole/64", "ppo_cartpole/4"]
+    names = "ppo_cartpole/4,ppo_minatar"
+    _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only=names)
+    rates = [row["name"] for row in document["rows"] if row["unit"] != "s"]
+    assert rates == ["ppo_cartpole/4", "ppo_minatar_breakout/64"]
+    with pytest.raises(ValueError, match="--only ppo_x is no row of anakin"):
+        anakin.main(cases=cases, only="ppo_cartpole,ppo_x")
     with pytest.raises(ValueError, match="--only ppo_kartpole is no row of anakin; .*ppo_cartpole/64"):
         run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_kartpole")
 
