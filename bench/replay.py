@@ -5,9 +5,9 @@
 A million steps of four numbers, of a frame of 84 x 84 bytes, or of stacks of four such frames, of which torchpod keeps
 the newest (the others would need 28 and 56 GB); and 20,000 steps of stacks that are kept whole. Stored are unrolls of
 16 steps of 64 (16) environments; samples are 256 transitions. torchpod and NumPy hold an observation once, TorchRL
-twice, as its collectors write it; torchpod's samples are compiled and never begin at a reset. Counted are rows. A
-million frames, or stacks, must fit into what is stated of them (replay_worker.py), the most that the process ever
-takes. Read harness.py first.
+twice, as its collectors write it; torchpod's samples are compiled and never begin at a reset. Beside samples by
+priority stands Gumbel top-k over a flat vector, compiled too. Counted are rows. A million frames, or stacks, must fit
+into what is stated of them (replay_worker.py), the most that the process ever takes. Read harness.py first.
 """
 
 import os
@@ -47,9 +47,11 @@ def main(
     make, rows, failures = RowMaker(), [], []
     for case in harness.chosen(cases, only, "replay"):
         arguments = [["--case", case.name, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
-        results = harness.interleave(workers, arguments, core=core)
-        ours, *peers = (results[worker.name] for worker in workers)
-        for peer, theirs in zip(workers[1:], peers, strict=True):
+        draws_by_priority = case.prioritised and case.what == "sample"
+        sides = [worker for worker in workers if worker.name != "gumbel" or draws_by_priority]
+        results = harness.interleave(sides, arguments, core=core)
+        ours, *peers = (results[worker.name] for worker in sides)
+        for peer, theirs in zip(sides[1:], peers, strict=True):
             if isinstance(theirs, WorkerError):  # TorchRL's prioritised sampler does not load with every torch
                 theirs = MissingError(str(theirs))
             rows.append(make.rate(f"{case.name}/{peer.name}", ours, theirs, peer_name=peer.name, unit="rows/s"))

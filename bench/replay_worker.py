@@ -60,7 +60,8 @@ CASES = (
 )
 ROWS = 256
 """Of a sample."""
-SIDES = ("torchpod", "torchrl", "numpy")
+SIDES = ("torchpod", "torchrl", "numpy", "gumbel")
+"""The last one draws by priority alone: what our tree of sums is measured against."""
 
 
 def trajectory_of(case: Case, seed: int) -> Trajectory:
@@ -198,6 +199,32 @@ def numpy(case: Case, seed: int) -> Callable[[], object]:
     return lambda: write(np.sort(index), (new + 1e-6) ** 0.6)
 
 
+def gumbel(case: Case, seed: int) -> Callable[[], object]:
+    """Priorities in a flat vector, compiled: the rows of the largest sums of log-priority and Gumbel noise."""
+    t, out = trajectory_of(case, seed).timestep, trajectory_of(case, seed).output
+    columns = {"observation": t.observation[:-1], "action": out.action, "reward": t.reward[1:]}
+    columns = {name: x.flatten(0, 1) for name, x in (columns | {"discount": t.discount[1:]}).items()}
+    times = case.capacity // len(columns["reward"])
+    storage = {name: x.repeat(times, *[1] * (x.ndim - 1)) for name, x in columns.items()}
+    mass = torch.rand(len(storage["reward"]))
+    log_mass, key, count = (mass / mass.mean()).log(), random.key(seed), torch.zeros((), dtype=torch.int64)
+
+    def at_counter(storage: dict[str, Tensor], log_mass: Tensor, key: Tensor, count: Tensor) -> dict[str, Tensor]:
+        share = random.to_uniform(random.bits(random.at(key, count), len(log_mass)))
+        index = (log_mass - (-share.clamp(min=1e-12).log()).log()).topk(ROWS).indices
+        following = storage["observation"][(index + case.num_envs) % len(log_mass)]
+        drawn = {name: x[index] for name, x in storage.items()}
+        return drawn | {"next_observation": following, "weight": (-0.4 * log_mass[index]).exp(), "index": index}
+
+    draw = Compiler(True)(at_counter)
+
+    def sample() -> object:
+        count.add_(1)
+        return draw(storage, log_mass, key, count)
+
+    return sample
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -214,7 +241,8 @@ def main() -> None:
         parser.exit(1, f"{args.side} keeps whole stacks, and a million of them take {needed / 1e9:.0f} GB.\n")
     rows = case.num_envs * case.unroll_length if case.what == "insert" else ROWS
     work = {"mode": case.what, "num_envs": case.num_envs, "unroll_length": case.unroll_length, "batch_rows": rows}
-    call = {"torchpod": torchpod, "torchrl": torchrl, "numpy": numpy}[args.side](case, args.seed)
+    sides = {"torchpod": torchpod, "torchrl": torchrl, "numpy": numpy, "gumbel": gumbel}
+    call = sides[args.side](case, args.seed)
     rates = {"seconds": args.seconds, "repeats": args.repeats, "packages": ("torch", "torchrl", "numpy")}
     told = report(call, framework=args.side, work=work, rows_per_call=rows, **rates)
     memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,5 +1,6 @@
 """Suite replay: rows beside both peers, and each side does what it says."""
 
+import dataclasses
 import json
 import sys
 
@@ -70,6 +71,25 @@ def test_both_sides_work(what, side, monkeypatch):
     elif what == "sample":
         assert not torch.equal(first.leaf, second.leaf)
         assert first.trajectory.timestep.observation.shape == (2, 16, 3)
+
+
+def test_gumbel_draws_by_priority_and_no_row_twice(monkeypatch):
+    """Of masses uniform in [0, 2] the mean of those drawn in proportion is 4/3."""
+    monkeypatch.setattr(replay_worker, "ROWS", 16)
+    call = replay_worker.gumbel(SMALL._replace(prioritised=True, capacity=6400), 0)
+    drawn = [call() for _ in range(100)]
+    assert all(len(x["index"].unique()) == 16 and x["next_observation"].shape == (16, 3) for x in drawn)
+    mass = torch.stack([x["weight"] for x in drawn]) ** (-1 / 0.4)
+    assert len(mass.unique()) > 1000 and float(mass.mean()) == pytest.approx(4 / 3, abs=0.06)
+
+
+def test_gumbel_is_measured_beside_samples_by_priority_alone(tmp_path, workers):
+    out, sides = tmp_path / "out.json", (*workers, dataclasses.replace(workers[2], name="gumbel"))
+    cases = [SMALL, SMALL._replace(name="by_priority", prioritised=True)]
+    assert replay.main(str(out), cases=cases, rounds=2, repeats=2, workers=sides) == 0
+    rows = [row["name"] for row in json.loads(out.read_text())["rows"]]
+    small = ["small/torchrl", "small/numpy"]
+    assert rows == [*small, "by_priority/torchrl", "by_priority/numpy", "by_priority/gumbel"]
 
 
 def test_torchrl_samples_as_many_rows(monkeypatch):

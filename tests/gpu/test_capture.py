@@ -196,7 +196,8 @@ def unlike_the_loop(name, host, prioritised, *, compiled, device):
         if trained:
             *_, (_, replay) = train(anakin, state)
             assert (replay.capture_s > 0) == (device == "cuda")
-            states.append(replay.state)
+            states.append(pytree.tree_map(torch.clone, replay.state))
+            assert host or kernels.waits(kernels.profiled(replay)) == []
             continue
         assert anakin.replay is not None
         for i in range(30):

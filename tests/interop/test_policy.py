@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils import _pytree as pytree
 
 from torchpod import checkpoint, random
 from torchpod.agent import variables_of
@@ -21,6 +22,7 @@ from torchpod.main import main
 from torchpod.rollout import make_step, start, unroll
 from torchpod.run import execute
 from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.types import FIRST
 
 SMALL = ["compile=false", "logger.console=false", "num_envs=8", "total_env_steps=256", "algo.unroll_length=16"]
 SMALL += ["evaluation.episodes=2"]
@@ -158,6 +160,73 @@ def test_a_recurrent_policy_is_exported_with_its_state(tmp_path: Path):
     for t in range(60):
         action, state = program(steps["observation"][:, t], steps["is_init"][:, t, 0], state)
         assert torch.equal(action, steps["action"][:, t]), t
+
+
+REPLAY = ["algo.replay.capacity=1024", "algo.replay.min_size=64", "algo.replay.batch_size=16"]
+
+
+def moved(folder, monkeypatch, *overrides):
+    """An agent, and parameters for which it decides something: those of its checkpoint, moved."""
+    agent, weights = trained(folder, *overrides)
+    names = dict(agent.named_parameters())
+    weights |= {name: x + 0.3 * torch.randn_like(x) for name, x in weights.items() if name in names}
+    monkeypatch.setattr(checkpoint, "load_weights", lambda _: dict(weights))
+    return agent, weights
+
+
+@pytest.mark.parametrize(
+    ("algo", "env"),
+    [
+        *((["algo=" + name, *REPLAY], "cartpole") for name in ("dqn", "c51", "qr_dqn", "sac")),
+        *((["algo=" + name, *REPLAY], "pendulum") for name in ("ddpg", "td3", "sac")),
+        *((["algo=" + name], "cartpole") for name in ("a2c", "impala")),
+        (["loss=ClipPPOLoss"], "cartpole"),
+        (["loss=DQNLoss", *REPLAY], "cartpole"),
+        (["loss=SACLoss", *REPLAY], "pendulum"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x[0],
+)
+def test_agents_are_exported_with_the_actions_that_they_take(tmp_path: Path, algo, env: str, monkeypatch, seed):
+    torch.manual_seed(seed)
+    agent, weights = moved(tmp_path / "run", monkeypatch, *algo, f"env={env}")
+    export_run(tmp_path / "run")
+    program = torch.export.load(tmp_path / "run" / "policy.pt2").module()
+    steps = greedy(agent, {"cartpole": CartPole, "pendulum": Pendulum}[env](), weights)
+    rows, action = steps.timestep.observation[:-1].flatten(0, 1), steps.output.action.flatten(0, 1)
+    rows = torch.cat([rows, 3 * torch.randn_like(rows)])  # where a policy of chance may decide otherwise
+    with torch.no_grad():
+        far = agent_at(agent, weights, rows[len(action) :])
+    action = torch.cat([action, far])
+    exported = program(rows)
+    assert exported.shape == action.shape and action.unique().numel() > 1
+    torch.testing.assert_close(exported, action, rtol=1e-4, atol=1e-4)
+
+
+def agent_at(agent, weights, rows):
+    """Its greedy actions."""
+    return policy_module(agent, weights)(TensorDict({"observation": rows}, [len(rows)]))["action"]
+
+
+def test_r2d2_is_exported_with_its_state(tmp_path: Path, monkeypatch, seed):
+    torch.manual_seed(seed)
+    agent, weights = moved(
+        tmp_path / "run",
+        monkeypatch,
+        "algo=r2d2",
+        "env=memory_chain",
+        "algo.replay.capacity=1024",
+        "algo.replay.min_size=64",
+    )
+    export_run(tmp_path / "run")
+    program = torch.export.load(tmp_path / "run" / "policy.pt2").module()
+    steps, state = greedy(agent, MemoryChain(), weights, length=60), agent.initial_state(5)
+    for t in range(60):
+        first = steps.timestep.step_type[t] == FIRST
+        action, state = program(steps.timestep.observation[t], first, state)
+        assert torch.equal(action, steps.output.action[t]), t
+    pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y), state, steps.last_actor_state)
+    assert (steps.timestep.step_type == FIRST).sum() > 5
+    assert all(x.std() > 0 for x in pytree.tree_leaves(state))
 
 
 @pytest.mark.parametrize("algo", ["ippo", "mappo"])

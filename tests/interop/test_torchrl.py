@@ -48,6 +48,7 @@ from torchpod.algos.torchrl import (
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler
 from torchpod.config import load
+from torchpod.cpu_calls import Calls
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.minatar.breakout import Breakout
@@ -374,8 +375,10 @@ class Updates:
 
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.parametrize("name", with_slow(THERE, set(THERE) - {"A2CLoss", "DQNLoss"}))
-def test_a_hundred_updates_compile_nothing_after_the_first(name, seed):
-    """Though they might; and every tenth has the gradient of one that is not compiled."""
+def test_a_hundred_updates_compile_nothing_after_the_first(name, seed, monkeypatch):
+    """Though they might; each is one call of what was recorded, and every tenth has the gradient of an uncompiled one."""
+    calls, run = [], Calls.run
+    monkeypatch.setattr(Calls, "run", lambda *args: calls.append(None) or run(*args))
     env, compiler = env_for(name, max_episode_steps=5), Compiler(True, max_compilations=100)
     agent = torchrl_agent(env.spec, config(name))
     ours, eager = Updates(agent, compiler), Updates(agent, Compiler(False))
@@ -385,7 +388,9 @@ def test_a_hundred_updates_compile_nothing_after_the_first(name, seed):
     compiled = []
     for i in range(102):
         trajectory, own = collect(agent, env, seed + i), random.advance(keys, 10 * i)
+        calls.clear()
         before, state = state, ours(state, trajectory, i, own)
+        assert i < 3 or len(calls) == 1, len(calls)
         compiled.append(sum(len(fn._programs) for fn in compiler._made))
         if i % 10 == 0:
             mine, other = state.mu["loss"], eager(before, trajectory, i, own).mu["loss"]
@@ -604,6 +609,91 @@ def test_a_shared_trunk_learns_from_both_losses(seed):
         assert theirs.keys() == ours.keys() and len(ours) == 6
         for key, x in theirs.items():
             torch.testing.assert_close(ours[key], x, rtol=1e-4, atol=1e-6, msg=key)
+
+
+GROUPS = {
+    "A2CLoss": {"actor": ("actor_network.",), "critic": ("critic_network.",)},
+    "SACLoss": {"actor": ("actor_network.",), "qvalue": ("qvalue_network.",), "alpha": ("log_alpha",)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_have_optimizers_of_their_own(name, compiled, seed):
+    """As so many of torch.optim, each with its rate and its clipping."""
+    env, prefixes = env_for(name, max_episode_steps=T), GROUPS[name]
+    rates = {group: 2.0 ** -(5 + i) for i, group in enumerate(prefixes)}
+    torch.manual_seed(seed)
+    agent = LossAgent(*parts(env.spec, config(name)), spec=env.spec, groups=prefixes, discount=0.97)
+    _, loss = of_both(name, env, seed)
+    trajectory = ended(collect(agent, env, seed))
+    torch.manual_seed(seed)
+    agent.double()
+    loss.double()
+    keys = random.split(random.key(seed + 5), B)
+    settings = LearnerConfig(
+        num_epochs=1, num_minibatches=1, learning_rate=rates, anneal_learning_rate=False, max_grad_norm=0.05
+    )
+    learner = Learner(agent, settings, num_iterations=1, compiler=Compiler(compiled))
+    after, metrics = learner.update(learner.init(*variables_of(agent)), trajectory, keys)
+
+    own, data = dict(loss.named_parameters()), in_torchrls_words(trajectory, batch_of(agent, trajectory, seed))
+    if name == "SACLoss":
+        SoftUpdate(loss, eps=0.9)
+    with Keyed(random.fold_in(random.advance_each(keys[0], 4)[2], 0)):
+        out = loss(data)
+    sum(x.mean() for key, x in out.items() if key.startswith("loss")).backward()
+    exact = 1e-7 if name in NOISY else 1e-9
+    for group, (prefix,) in prefixes.items():
+        mine = [x for key, x in own.items() if key.replace("_params.", ".").startswith(prefix)]
+        norm = torch.nn.utils.get_total_norm([x.grad for x in mine])
+        assert float(metrics[f"grad_norm/{group}"]) == pytest.approx(float(norm)) and norm > 0.05
+        for x in mine:
+            x.grad *= 0.05 / norm
+        torch.optim.Adam(mine, lr=rates[group], eps=1e-5).step()
+    for key, x in own.items():
+        torch.testing.assert_close(after.params[key.replace("_params.", ".")], x.detach(), rtol=exact, atol=exact)
+
+
+def test_priorities_are_errors_of_the_temporal_difference(seed):
+    """Of DQN by its equation, (reward + discount * max_a Q'(next, a) - Q(observation, action))^2: a square in TorchRL."""
+    env = CartPole(max_episode_steps=T)
+    agent, _ = of_both("DQNLoss", env, seed)
+    trajectory = ended(collect(agent, env, seed))
+    agent.double()
+    steps = batch_of(agent, trajectory, seed).steps
+    later = {name: x + 0.1 for name, x in agent.named_parameters()}  # a target that is not the network itself
+    target, bound = bind(agent, later), bind(agent, agent.variables())
+    priority = bound.loss(Batch(steps), random.key(0), target).priority
+
+    def values(variables, observation):
+        return agent._actor(variables, TensorDict({"observation": observation}, [T * B]))["action_value"]
+
+    following = steps["next"]
+    best = values({**agent.variables(), **later}, following["observation"]).amax(-1)
+    aim = following["reward"] + 0.97 * torch.where(following["terminated"], 0.0, best)
+    taken = values(agent.variables(), steps["observation"])[torch.arange(T * B), steps["action"]]
+    assert following["terminated"].sum() == B / 2
+    torch.testing.assert_close(priority, (aim - taken).detach().square())
+
+
+@pytest.mark.parametrize("name", [x for x in THERE if x in OFF_POLICY and x != "DistributionalDQNLoss"])
+def test_priorities_are_what_torchrl_writes(name, seed):
+    env = env_for(name, max_episode_steps=T)
+    agent, loss = of_both(name, env, seed)
+    trajectory = collect(agent, env, seed)
+    batch = batch_of(agent, trajectory, seed)
+    bound, target = bind(agent, agent.variables()), bind(agent, dict(agent.named_parameters()))
+    priority = bound.loss(batch, random.key(seed), target).priority
+    data = in_torchrls_words(trajectory, batch)
+    if any(key.startswith("target_") for key, _ in loss.named_children()):
+        SoftUpdate(loss, eps=0.9)
+    with Keyed(random.key(seed)):
+        loss(data)
+    expected = data["td_error"].detach().abs().reshape(-1, T * B).amax(0)
+    assert priority.shape == (T * B,) and priority.std() > 0
+    torch.testing.assert_close(priority, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_hot_actions_are_the_environments_numbers(seed):
@@ -848,7 +938,8 @@ def test_an_actor_that_does_not_compile_acts_in_threads_of_its_own(seed, recwarn
         results.append(state.learner.params)
     text = "return self.layer(x) if x.sum() > -1e9 else self.layer(-x)"
     told = [str(w.message) for w in recwarn if "uncompiled" in str(w.message)]
-    assert told and all(f"{line_of(text)}, `{text}`, does not compile" in x for x in told)
+    assert all(f"{line_of(text)}, `{text}`, does not compile" in x for x in told)
+    assert len(told) == len(set(told)) == 1, told
     for name, x in results[0].items():
         assert torch.equal(x, results[1][name]), name
 
