@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from tests.sebulba.test_run import session_of
 from torchpod import checkpoint
 from torchpod.config import load
 from torchpod.main import main
@@ -309,12 +310,25 @@ def test_an_agent_that_branches_on_a_tensor_is_not_compiled_and_its_line_named(c
     assert call("train", *settings, agent, "run_dir=run")[0] == 0
 
 
-def test_warming_up_leaves_compiled_programs_and_nothing_else(call: Call, tmp_path: Path, monkeypatch):
+def test_training_after_warming_up_compiles_nothing(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    status, out, _ = call("warmup", *[item for item in SMALL if item != "compile=false"], "total_env_steps=100_000")
-    assert status == 0 and re.match(r"ready in [\d.]+ s; runs with these settings begin from the compile cache\n", out)
-    assert [path.name for path in Path.cwd().iterdir()] in ([], ["cache"])
-    assert list((tmp_path / "cache").rglob("*.so"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(command: str, *more: str) -> str:  # in a process of its own, which has compiled nothing before
+        settings = [item for item in SMALL if item != "compile=false"]
+        argv = [sys.executable, "-m", "torchpod", command, *settings, *more]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+    def programs() -> set[Path]:
+        return set((tmp_path / "cache").rglob("*.so"))
+
+    out = run("warmup")
+    found = re.match(r"ready in ([\d.]+) s; runs with these settings begin from the compile cache\n", out)
+    assert found and [path.name for path in tmp_path.iterdir()] == ["cache"]
+    compiled = programs()
+    run("train", "run_dir=run")
+    assert compiled and programs() == compiled
+    assert json.loads(Path("run/summary.json").read_text())["compile_s"] < 0.5 * float(found[1])
 
 
 class TestPlot:
@@ -445,9 +459,17 @@ class TestDisk:
         settings = " ".join(f"'{item}'" for item in SMALL)
         command = command.replace("TORCHPOD", python).replace("SMALL", settings)
         environment = {**os.environ, "TMPDIR": "/tmp"}
-        return subprocess.run(
-            ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=False, env=environment
+        process = subprocess.Popen(
+            ["unshare", "-rm", "sh", "-c", command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
+        out, error = process.communicate(timeout=300)  # until nobody can write any more
+        assert session_of(process) == []
+        return subprocess.CompletedProcess(command, process.returncode, out, error)
 
     @pytest.mark.parametrize("loop", ["anakin", "sebulba"])
     def test_a_full_disk_ends_the_run_with_one_sentence_and_its_last_checkpoint(self, tmp_path: Path, loop: str):
@@ -455,15 +477,16 @@ class TestDisk:
             "size=128k" if loop == "anakin" else "size=256k",
             f"TORCHPOD train SMALL loop={loop} run_dir=run total_env_steps=1000000 checkpoint.interval_s=0 "
             "checkpoint.keep=1000;"
-            "echo $?; ls -A run/checkpoints; rm -r run/checkpoints/0000000001; TORCHPOD eval run; echo $?",
+            "echo $?; expr $(date +%s) - $(stat -c %Y $(ls -d run/checkpoints/* | tail -1));"
+            "ls -A run/checkpoints; rm -r run/checkpoints/0000000001; TORCHPOD eval run; echo $?",
             tmp_path,
         )
         sentence, *rest = result.stderr.splitlines()
         assert rest == [], result.stderr
         assert sentence.startswith("torchpod: error: run/")
         assert "cannot be written (No space left on device); free some space, or choose another folder" in sentence
-        status, *names, score, eval_status = result.stdout.splitlines()
-        assert (status, eval_status) == ("1", "0")
+        status, ended_s, *names, score, eval_status = result.stdout.splitlines()
+        assert (status, eval_status) == ("1", "0") and int(ended_s) < 10
         assert len(names) > 1 and all(name.isdigit() for name in names)
         assert json.loads(score)["checkpoint"] == names[-1]
 

@@ -5,7 +5,10 @@ import pytest
 from rich.console import Console
 
 from tests.test_metrics import NAN, row
-from torchpod.progress import ConsoleSink
+from torchpod.env import HostEnv
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.host import Gymnasium
+from torchpod.progress import Advice, ConsoleSink, advise
 
 # The console
 
@@ -143,6 +146,41 @@ def test_a_rate_forgets_what_is_long_ago():
 def test_the_line_says_which_side_of_sebulba_starves(waits, said):
     names = ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "actor_in_transfer")
     out = io.StringIO()
-    with contextlib.closing(ConsoleSink(100, 10, advice="raise env.num_threads", console=Console(file=out))) as sink:
+    advice = Advice("raise env.num_threads", "raise loop.lag", "lower algo.learner.num_epochs")
+    with contextlib.closing(ConsoleSink(100, 10, advice=advice, console=Console(file=out))) as sink:
         sink.write({"iteration": 1, "env_steps": 10} | dict(zip(names, waits, strict=False)))
     assert said in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("lag", "max_lag", "turns"),
+    [
+        (0, 0, "raise algo.unroll_length or num_envs"),
+        (0, 1, "raise loop.lag"),
+        (1, 1, "raise algo.unroll_length or num_envs"),
+        (3, None, "raise loop.lag"),
+        ("free", None, "raise algo.unroll_length or num_envs"),
+    ],
+)
+def test_a_lag_that_the_agent_refuses_is_not_advised(lag, max_lag, turns):
+    env = HostEnv(CartPole())
+    assert advise(env, lag=lag, max_lag=max_lag, num_epochs=1, num_minibatches=1).turns == turns
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "num_minibatches", "update"),
+    [
+        (4, 4, "lower algo.learner.num_epochs"),
+        (1, 4, "lower algo.learner.num_minibatches"),
+        (1, 1, "take a smaller network"),
+    ],
+)
+def test_what_is_1_is_not_to_be_lowered(num_epochs, num_minibatches, update):
+    advice = advise(HostEnv(CartPole()), lag=1, max_lag=1, num_epochs=num_epochs, num_minibatches=num_minibatches)
+    assert advice.update == update
+
+
+def test_an_environment_knows_what_makes_it_faster():
+    given = {"lag": 1, "max_lag": 1, "num_epochs": 1, "num_minibatches": 1}
+    assert advise(HostEnv(CartPole()), **given).environments == "raise loop.num_actor_threads"
+    assert advise(Gymnasium("CartPole-v1"), **given).environments == "set env.processes=true"

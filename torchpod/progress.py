@@ -5,14 +5,50 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from torchpod.env import Env
 from torchpod.metrics import Row, number
 
 _RATE_WINDOW_S = 30.0
 _BAR_WIDTH = 8
+
+
+class Advice(NamedTuple):
+    """What to change in a run of Sebulba, by what is waited for."""
+
+    environments: str
+    turns: str
+    """If each side waits for the other."""
+    update: str
+
+
+def advise(
+    env: Env, *, lag: int | Literal["free"], max_lag: int | None, num_epochs: int, num_minibatches: int
+) -> Advice:
+    """Advice that can be followed.
+
+    Args:
+      env: it may know what makes it faster (`Env.advice`).
+      lag: of the loop.
+      max_lag: the most that the agent takes; None: any.
+      num_epochs: of the learner.
+      num_minibatches: of the learner.
+    """
+    laggable = lag != "free" and (max_lag is None or lag < max_lag)
+    update = "take a smaller network"
+    if num_minibatches > 1:
+        update = "lower algo.learner.num_minibatches"
+    if num_epochs > 1:
+        update = "lower algo.learner.num_epochs"
+    return Advice(
+        environments=getattr(env, "advice", "raise loop.num_actor_threads"),
+        turns="raise loop.lag" if laggable else "raise algo.unroll_length or num_envs",
+        update=update,
+    )
 
 
 class ConsoleSink:
@@ -24,7 +60,7 @@ class ConsoleSink:
     Args:
       total_env_steps: of the whole run, as planned; resets take a part of them.
       num_iterations: of the whole run: what the bar, the percentage and the time left go by.
-      advice: what makes the environments faster, for when the learner waits for them.
+      advice: of a run of Sebulba.
       every_s: seconds between two plain lines.
       console: where to write; standard output if None.
       clock: the time in seconds.
@@ -35,7 +71,7 @@ class ConsoleSink:
         total_env_steps: int,
         num_iterations: int,
         *,
-        advice: str = "raise loop.num_actor_threads",
+        advice: Advice | None = None,
         every_s: float = 5.0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -96,33 +132,32 @@ class ConsoleSink:
         ]
         losses = [f"{key.replace('_', ' ')} {_shownumber(number(row[key]))}" for key in row if _is_loss(key)]
         losses.sort(key=lambda text: not text.startswith("loss "))
-        tail = [*_starving(row, self._advice), f"ETA {_show_duration(left_s)}"]
+        starving = [_starving(row, self._advice)] if self._advice else []
+        tail = [*starving, f"ETA {_show_duration(left_s)}"]
         # What does not fit beside the bar and the percentage is left out, but never the time left.
         while losses and self._progress and len("  ".join(head + losses + tail)) > self._console.width - _BAR_WIDTH - 6:
             losses.pop()
         return "  ".join(head + losses + tail)
 
 
-def _starving(row: Row, advice: str) -> list[str]:
-    """Of Sebulba: which side the other waits for, and what to change (docs/loops.md)."""
-    if "learner_wait" not in row:
-        return []
+def _starving(row: Row, advice: Advice) -> str:
+    """Which side the other waits for, and what to change (docs/loops.md)."""
     learner, actor, in_env, in_inference, in_transfer = (
         number(row.get(name, 0.0))
         for name in ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "actor_in_transfer")
     )
     if learner > 0.5 and actor > 0.5:
-        return ["actors and learner take turns: raise loop.lag"]
+        return f"actors and learner take turns: {advice.turns}"
     if learner > 0.5:
         sides = {
-            f"environments: {advice}": in_env,
+            f"environments: {advice.environments}": in_env,
             "inference: raise num_envs": in_inference,
             "transfers: raise loop.pools_per_actor": in_transfer,
         }
-        return [f"learner waits {learner:.0%} for {max(sides, key=lambda side: sides[side])}"]
+        return f"learner waits {learner:.0%} for {max(sides, key=lambda side: sides[side])}"
     if actor > 0.5:
-        return [f"actors wait {actor:.0%} for the update: lower algo.learner.num_epochs"]
-    return ["actors and learner keep pace"]
+        return f"actors wait {actor:.0%} for the update: {advice.update}"
+    return "actors and learner keep pace"
 
 
 def _is_loss(key: str) -> bool:

@@ -33,7 +33,7 @@ from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
 from torchpod.metrics import Logger, Sink
 from torchpod.policies import begun
-from torchpod.progress import ConsoleSink
+from torchpod.progress import ConsoleSink, advise
 from torchpod.replay.segments import Segments
 from torchpod.run_folder import (
     changes,
@@ -232,7 +232,7 @@ def _go_on(
 ) -> Run:
     """Trains from a state on, evaluates, summarises."""
     run_dir = keeper.run_dir
-    with _logger(config, run_dir, resumed_at, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
+    with _logger(config, run_dir, resumed_at, loop, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
         state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s, until)
@@ -446,7 +446,7 @@ def _contract(what: str, when: str) -> Iterator[None]:
         raise ConfigError(f"{what} fails {when}: {sentence(cause)} TORCHPOD_TRACEBACK=1 shows where.") from cause
 
 
-def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, env: Env) -> Logger:
+def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | Sebulba, env: Env) -> Logger:
     sinks: list[Sink] = []
     try:
         if config.logger.csv:
@@ -460,7 +460,16 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, env: Env) -> Lo
             sink.close()
         raise ConfigError(str(error)) from error
     if config.logger.console:
-        advice = getattr(env, "advice", "raise loop.num_actor_threads")
+        advice = None
+        if isinstance(loop, Sebulba):
+            learner = config.algo.learner
+            advice = advise(
+                env,
+                lag=config.loop.lag,
+                max_lag=loop.agent.max_lag,
+                num_epochs=learner.num_epochs,
+                num_minibatches=learner.num_minibatches,
+            )
         sinks.append(ConsoleSink(config.total_env_steps, config.num_iterations, advice=advice))
     return Logger(run_dir, sinks=sinks, resume_at=resumed_at)
 

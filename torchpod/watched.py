@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -79,6 +80,12 @@ def sentence(error: BaseException) -> str:
     return text if text.endswith((".", "?", "!")) else text + "."
 
 
+def tell_stack(thread: int) -> None:
+    """Writes to standard error where a thread stands, so that the author of an environment sees what hangs."""
+    print("Stack of the thread that hangs (most recent call last):", file=sys.stderr)
+    traceback.print_stack(sys._current_frames()[thread])
+
+
 class _Block(NamedTuple):
     """Something that the main thread waits for."""
 
@@ -108,7 +115,7 @@ class _Watchdog:
             raise HostError(self.now.message)
 
     def _run(self) -> None:
-        told = None
+        told, main = None, threading.main_thread().ident or 0
         while True:
             time.sleep(_LOOK_S)
             block, now = self.now, time.monotonic()
@@ -117,7 +124,8 @@ class _Watchdog:
             if block is not told:
                 with self.lock:
                     if self.now is block:
-                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
+                        tell_stack(main)
+                        signal.pthread_kill(main, signal.SIGVTALRM)
                 told = block
             elif now > block.deadline + GRACE_S and self.now is block:
                 print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)

@@ -376,7 +376,7 @@ class Updates:
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.parametrize("name", with_slow(THERE, set(THERE) - {"A2CLoss", "DQNLoss"}))
 def test_a_hundred_updates_compile_nothing_after_the_first(name, seed, monkeypatch):
-    """Though they might; each is one call of what was recorded, and every tenth has the gradient of an uncompiled one."""
+    """Though they might. Each is one call of what was recorded; every tenth has the gradient of an uncompiled one."""
     calls, run = [], Calls.run
     monkeypatch.setattr(Calls, "run", lambda *args: calls.append(None) or run(*args))
     env, compiler = env_for(name, max_episode_steps=5), Compiler(True, max_compilations=100)
@@ -657,7 +657,7 @@ def test_groups_have_optimizers_of_their_own(name, compiled, seed):
 
 
 def test_priorities_are_errors_of_the_temporal_difference(seed):
-    """Of DQN by its equation, (reward + discount * max_a Q'(next, a) - Q(observation, action))^2: a square in TorchRL."""
+    """Of DQN: (reward + discount * max_a Q'(next, a) - Q(observation, action))^2, which is a square in TorchRL."""
     env = CartPole(max_episode_steps=T)
     agent, _ = of_both("DQNLoss", env, seed)
     trajectory = ended(collect(agent, env, seed))

@@ -72,7 +72,7 @@ def test_bytes_are_scaled_and_what_cannot_be_is_refused():
     agent = PPO(spec, PPOConfig(hidden=(8,)))
     x = torch.randint(0, 256, (5, 12, 12, 3), dtype=torch.uint8)
     torch.testing.assert_close(agent.encoder(x), agent.encoder.net(x.float() / 255))
-    with pytest.raises(ValueError, match=r"images \[12, 12, 3\] are too small"):
+    with pytest.raises(ValueError, match=r"images \[12, 12, 3\] are too small .*; use torso=small or larger"):
         PPO(spec, PPOConfig(torso="nature"))
     with pytest.raises(ValueError, match="torso=resnet is not known; use one of small, nature"):
         PPO(spec, PPOConfig(torso="resnet"))

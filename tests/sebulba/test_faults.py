@@ -2,12 +2,13 @@
 
 import multiprocessing
 import time
+from dataclasses import replace
 
 import gymnasium
 import pytest
 import torch
 
-from tests.sebulba.test_sebulba import AGENTS, LEARNER, T, make, no_thread_is_left, run
+from tests.sebulba.test_sebulba import AGENTS, LEARNER, Apart, T, make, no_thread_is_left, run, threads
 from torchpod.anakin import NonFiniteError
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
@@ -49,11 +50,66 @@ def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, caus
     assert isinstance(caught.value.__cause__, cause)
 
 
-def test_an_environment_that_does_not_come_back_is_named(seed):
-    sebulba = make(SebulbaConfig(timeout_s=0.5), env=Broken("hang", hang_s=1.5))
+class SlowToSend(Apart):
+    """Goes to sleep in its 20th `send`."""
+
+    def __init__(self):
+        super().__init__([])
+        self.count = 0
+
+    def send(self, action):
+        super().send(action)
+        self.count += 1
+        if self.count == 20:
+            time.sleep(1.5)
+
+    step, recv = Apart.step, Apart.recv  # of one class with `send`, or it would not be stepped by these
+
+
+@pytest.mark.parametrize(
+    ("make_env", "line"),
+    [
+        (lambda: Broken("hang", hang_s=1.5), "time.sleep(self.hang_s)"),
+        (SlowToSend, "time.sleep(1.5)"),
+    ],
+    ids=["step", "send"],
+)
+def test_an_environment_that_does_not_come_back_is_named_with_the_line_where_it_is(seed, make_env, line, capsys):
+    env = make_env()
+    sebulba = make(SebulbaConfig(timeout_s=0.5), env=env)
     state, began = sebulba.init(seed), time.perf_counter()
-    with pytest.raises(ActorError, match=r"actor thread \d has waited \d s .* its cartpole .* loop.timeout_s=0.5"):
+    message = rf"actor thread \d has waited \d s .* its {env.spec.name} .* loop.timeout_s=0.5"
+    with pytest.raises(ActorError, match=message):
         run(sebulba, state)
+    assert time.perf_counter() - began < 10
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "Stack of the thread that hangs (most recent call last):"
+    assert "test_faults.py" in told[-2] and told[-1].strip() == line
+
+
+def test_worker_processes_that_hang_are_ended_with_the_thread_that_waits_for_them(seed):
+    class Hanging(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+        action_space = gymnasium.spaces.Discrete(2)
+        count = 0
+
+        def reset(self, *, seed=None, options=None):
+            return self.observation_space.low, {}
+
+        def step(self, action):
+            self.count += 1
+            if self.count > 20:
+                time.sleep(1e6)
+            return self.observation_space.low, 0.0, False, False, {}
+
+    config = SebulbaConfig(num_actor_threads=1, pools_per_actor=2)
+    sebulba = make(config, env=Gymnasium(Hanging, processes=True), num_envs=2)
+    state, began = sebulba.init(seed), time.perf_counter()
+    sebulba.config = replace(config, timeout_s=1.0)  # not before: to start processes takes longer
+    assert len(multiprocessing.active_children()) == 2
+    with pytest.raises(ActorError, match="has waited . s for a step of its Hanging environments"):
+        run(sebulba, state)
+    assert threads() == [] and multiprocessing.active_children() == []
     assert time.perf_counter() - began < 10
 
 

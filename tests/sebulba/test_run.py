@@ -109,6 +109,13 @@ class Spaceless(gymnasium.Env):
     pass
 
 
+class Small(Corridor):
+    observation_space = gymnasium.spaces.Box(0, 255, (12, 12, 3), np.uint8)
+
+    def _observe(self):
+        return self.observation_space.low
+
+
 class Missing(Corridor):
     def __init__(self):
         raise FileNotFoundError("no assets")
@@ -221,7 +228,7 @@ def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
         ),
         (
             "env=corridor.py:Faulty +env.fault=hang loop.timeout_s=1",
-            "",
+            "Stack of the thread that hangs .*corridor.py.* in step\n    time.sleep.1e6.\n",
             "torchpod: error: actor thread . has waited . s for a step of its Faulty environments; .* {saved}",
         ),
         (
@@ -269,13 +276,15 @@ def test_an_environment_that_hangs_in_the_main_thread_ends_the_run(capsys, where
     began = time.monotonic()
     assert train(*env, *settings, "run_dir=run") == 1
     assert time.monotonic() - began < 10
-    error = capsys.readouterr().err
+    *stack, line, error = capsys.readouterr().err.splitlines()
     sentence = f"torchpod: error: Stuck {message} for 1 s; if it may take so long, raise loop.timeout_s=1."
     if where == "training":
         sentence += f" Iteration {int(checkpoint.latest(Path('run')).name)} is saved; go on with resume=run"
     if where == "evaluation":
         sentence += " What was trained is saved; evaluate it with torchpod eval run"
-    assert error == sentence + "\n"
+    assert error == sentence
+    assert stack[0] == "Stack of the thread that hangs (most recent call last):"
+    assert "corridor.py" in stack[-1] and line.strip() == "time.sleep(60)"
 
 
 @pytest.mark.parametrize(("where", "timeout_s"), [("check", 1.0), pytest.param("reset", 15.0, marks=pytest.mark.slow)])
@@ -316,7 +325,9 @@ def test_an_environment_by_name_whose_first_reset_is_not_to_be_had_is_one_senten
     monkeypatch.setattr(gymnasium.envs.registration, "registry", gymnasium.registry | entry)
     env = ("env=gymnasium", "env.task=Stuck-v0", "+env.where=reset", f"+env.how={how}")
     assert train(*env, "loop.timeout_s=1", "run_dir=run") == 1
-    assert capsys.readouterr().err == f"torchpod: error: Stuck-v0 {message}\n"
+    *stack, error = capsys.readouterr().err.splitlines()
+    assert error == f"torchpod: error: Stuck-v0 {message}"
+    assert any("in stop" in line for line in stack) == (how == "sleeps")
     assert not Path("run").exists()
 
 
@@ -350,6 +361,11 @@ def test_exceptions_of_a_file_of_ones_own_come_back_from_its_worker_process():
         (["env=corridor.py:Missing"], "cannot be made with {}: FileNotFoundError: no assets"),
         (["env=corridor.py:Corridor", "env.length=3"], "env.length is added by a plus sign; write '+env.length=3'"),
         (["env=cartpole", "algo.agent.hidden=[]"], "hidden=[], width=1 and depth=1 must be at least 1 each"),
+        (
+            ["env=corridor.py:Small", "algo.agent.torso=nature"],
+            "images [12, 12, 3] are too small for these convolutions",
+        ),
+        (["env=corridor.py:Corridor", "algo.agent.torso=nature"], "those of Corridor are (1,); leave torso out"),
         (["env=cartpole", "algo.agent.clip=-1"], "algo.agent.clip=-1 must lie from 0 to inf"),
     ],
 )
@@ -403,10 +419,11 @@ def test_the_first_row_counts_no_compilation_as_time_of_the_actors(monkeypatch):
     [
         (["env=corridor.py:Corridor"], "set env.processes=true"),
         (["env=envpool", "env.task=CartPole-v1"], "raise env.num_threads"),
+        (["env=envpool", "env.task=CartPole-v1", "env.num_threads=2"], "raise loop.pools_per_actor"),
         (["env=cartpole"], "raise loop.num_actor_threads"),
     ],
 )
-def test_the_progress_line_advises_what_the_environment_has(env, advice, monkeypatch):
+def test_the_progress_line_advises_what_the_run_can_do(env, advice, monkeypatch):
     given = []
 
     class Sink(ConsoleSink):
@@ -416,9 +433,11 @@ def test_the_progress_line_advises_what_the_environment_has(env, advice, monkeyp
 
     if env[0] == "env=envpool":
         pytest.importorskip("envpool")
+        monkeypatch.setattr("torchpod.gxx.cores", lambda: 2)
     monkeypatch.setattr("torchpod.run.ConsoleSink", Sink)
     assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
-    assert given == [advice]
+    # PPO takes no lag of 2; SMALL has minibatches, and the default epochs.
+    assert given == [(advice, "raise algo.unroll_length or num_envs", "lower algo.learner.num_epochs")]
 
 
 def test_a_resumed_run_with_other_actors_says_that_bits_may_differ(capsys):

@@ -34,8 +34,9 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
+from torchpod.sebulba.exchange import Exchange
 from torchpod.sebulba.program import Program
-from torchpod.sebulba.transfer import Port
+from torchpod.sebulba.transfer import Port, hand_over
 from torchpod.specs import HOST, Array, Discrete, EnvSpec
 from torchpod.types import FIRST
 
@@ -370,6 +371,34 @@ def test_a_free_lag_is_bounded_by_the_queue(seed, refresh):
     assert all(0 <= m[name] <= 1 for m in history for name in shares)
 
 
+@pytest.mark.parametrize(
+    ("refresh", "versions"), [("unroll", [0] * T + [1] * T), ("step", [0] * 3 + [1] * (2 * T - 3))]
+)
+def test_newer_parameters_act_from_the_next_step_or_the_next_unroll_on(seed, refresh, versions):
+    """Version 1 comes while the third step is decided."""
+    sebulba = make(SebulbaConfig(num_actor_threads=0, lag="free", refresh=refresh), "impala", iterations=2)
+    state = sebulba.init(seed)
+    (actor,) = sebulba.actors(state)
+    (pool,) = actor.pools
+    exchange = Exchange([actor.phases], lag=None, capacity=2, timeout_s=60.0)
+    old = sebulba.learner.acting(state.learner, state.iteration)
+    new = {name: x.clone() for name, x in old.items()}
+    acted, advance = [], pool.advance
+
+    def spy(variables, *args):
+        acted.append(0 if variables is old else 1)
+        assert variables is (old, new)[acted[-1]]
+        if len(acted) == 3:
+            exchange.publish(1, hand_over(new, sebulba.device))
+        return advance(variables, *args)
+
+    pool.advance = spy
+    exchange.publish(0, hand_over(old, sebulba.device))
+    items = [item for number in range(2) for item in actor.produce(exchange, number)]
+    assert acted == versions
+    assert [item.version for item in items] == [0, 1]  # with which the unrolls began
+
+
 class Clock:
     """Goes on only where it is told to."""
 
@@ -425,6 +454,18 @@ def test_metrics_say_where_the_time_went(seed, monkeypatch, update_s):
         assert {name: metrics[name].item() for name in expected} == pytest.approx(expected)
 
 
+def test_the_time_of_send_is_that_of_the_environment(seed, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("torchpod.sebulba.exchange.time", clock)
+    for owner, name, seconds in ((IMPALA, "act", 0.5), (Apart, "send", 1.0), (Apart, "recv", 0.25)):
+        monkeypatch.setattr(owner, name, clock.after(seconds, getattr(owner, name)))
+    sebulba = make(SebulbaConfig(num_actor_threads=1, lag=0), "impala", Apart([]), iterations=3)
+    _, history = run(sebulba, sebulba.init(seed))
+    for metrics in history:
+        assert float(metrics["actor_in_environment"]) == pytest.approx(1.25 / 1.75)
+        assert float(metrics["actor_in_inference"]) == pytest.approx(0.5 / 1.75)
+
+
 @pytest.mark.parametrize("slow", ["environment", "update"])
 def test_threads_wait_for_what_is_slow(seed, slow):
     class Slow(CartPole):
@@ -459,13 +500,15 @@ def test_threads_wait_for_what_is_slow(seed, slow):
     assert (told["queue_occupancy"] >= 0.5) == (slow == "update")
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(seed, lag):
+@pytest.mark.parametrize(
+    ("agent", "lag"), [("impala", 0), ("impala", 1), ("impala", 3), ("gru", 0), ("gru", 1), ("lstm", 2)]
+)
+def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(seed, agent, lag):
     config = SebulbaConfig(num_actor_threads=2, lag=lag)
-    whole = make(config, "impala", iterations=9)
+    whole = make(config, agent, iterations=9)
     want, _ = run(whole, whole.init(seed))
     for stop in (1, 5):
-        first, second = (make(config, "impala", iterations=9) for _ in range(2))
+        first, second = (make(config, agent, iterations=9) for _ in range(2))
         state, _ = run(first, first.init(seed), until=stop)
         assert_equal(run(second, second.resume(state))[0], want)
 

@@ -65,7 +65,10 @@ class CNN(nn.Module):
         try:
             features = convs(torch.zeros(1, channels, height, width)).numel()
         except RuntimeError as error:
-            raise ValueError(f"images {list(shape)} are too small for these convolutions: {error}.") from error
+            raise ValueError(
+                f"images {list(shape)} are too small for these convolutions, which leave nothing of them; use "
+                "torso=small or larger images."
+            ) from error
         self.convs, self.dense = convs, MLP(features, [hidden], "relu")
         self.out_features = hidden
 

@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
 from torchpod.types import ActorOutput, Carry, Tree
+
+_KILLED_S = 2.0
+"""How long `Actor.join` waits for a thread whose worker processes it has killed."""
 
 Act = Callable[[Variables, Carry, Tensor, Tensor], tuple[ActorOutput, Tree, Tensor, Tensor]]
 """(variables, carry, env_keys `[b, 3]`, actor_keys `[b, 3]`) -> (output, actor_state, keys of the step, its number)."""
@@ -85,9 +89,10 @@ class Pool:
         if self._port is not None:
             self._phases.enter("transfer")
             self._native = self._port.download(self._native)
-            self._phases.enter("inference")
         if self._splits:
+            self._phases.enter("environment")
             self.env.send(self._native[0])  # pyright: ignore[reportAttributeAccessIssue]
+        self._phases.enter("inference")
 
     def recv(self) -> tuple[Carry, ActorOutput]:
         """Waits for the step."""
@@ -121,13 +126,22 @@ class Actor:
       device: where it decides.
       length: T of an unroll.
       refresh: take the newest parameters before every step, not once per unroll.
+      workers: processes that step its environments.
     """
 
     def __init__(
-        self, index: int, pools: list[Pool], phases: Phases, device: torch.device, *, length: int, refresh: bool
+        self,
+        index: int,
+        pools: list[Pool],
+        phases: Phases,
+        device: torch.device,
+        *,
+        length: int,
+        refresh: bool,
+        workers: list[BaseProcess],
     ) -> None:
         self.index, self.pools, self.phases, self.device = index, pools, phases, device
-        self._length, self._refresh = length, refresh
+        self._length, self._refresh, self._workers = length, refresh, workers
         self._handed: Handed | None = None
         self._variables: Variables = {}
         self._thread: threading.Thread | None = None
@@ -143,11 +157,17 @@ class Actor:
     def join(self, deadline: float) -> None:
         """Waits for the thread, if there is one, and closes the environments, unless the thread hangs in them.
 
+        Of a thread that hangs the worker processes are killed: if it waits for one of them, that ends it.
+
         Args:
           deadline: until when to wait, by `time.perf_counter`.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.perf_counter()))
+            if self._thread.is_alive() and self._workers:
+                for process in self._workers:
+                    process.kill()
+                self._thread.join(_KILLED_S)
         self._abandoned = self._thread is not None and self._thread.is_alive()
         if not self._abandoned:
             close_all(pool.env for pool in self.pools)
@@ -183,6 +203,7 @@ class Actor:
         return self._variables
 
     def _run(self, exchange: Exchange, first: int) -> None:
+        self.phases.thread = threading.get_ident()
         torch.set_num_threads(1)  # of this thread: more are slower by far when cores are shared
         try:
             with stream_of_its_own(self.device):

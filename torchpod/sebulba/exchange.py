@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchpod.sebulba.transfer import Handed
-from torchpod.watched import sentence
+from torchpod.watched import sentence, tell_stack
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -37,6 +37,8 @@ class Phases:
         self.environment = environment
         self.now = "start", time.perf_counter()
         """What it does, and since when; one object, for the watchdog reads it from another thread."""
+        self.thread = 0
+        """Which thread it is, once it runs."""
         self._seconds: dict[str, float] = {}
 
     def enter(self, name: str) -> None:
@@ -104,7 +106,8 @@ class Exchange:
         """The next unroll of every pool of every actor, in their order.
 
         Raises:
-          ActorError: if an actor failed, or has been in its environment for longer than the time-out.
+          ActorError: if an actor failed, or has been in its environment for longer than the time-out; then standard
+            error says where it stands.
         """
         with self._changed:
             while not all(self._queues):
@@ -169,6 +172,7 @@ class Exchange:
             doing, since = phases.now
             waited = time.perf_counter() - since
             if doing == "environment" and waited > self._timeout_s:
+                tell_stack(phases.thread)
                 raise ActorError(
                     f"actor thread {actor} has waited {waited:.0f} s for a step of its {phases.environment} "
                     f"environments; if a step may take so long, raise loop.timeout_s={self._timeout_s:g}."

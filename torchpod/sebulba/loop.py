@@ -8,8 +8,10 @@ if there is one pool.
 """
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 import torch
@@ -47,7 +49,8 @@ class SebulbaConfig:
     """Unroll n is done with the parameters after n - lag updates, so that runs repeat to the bit; "free": with the
     newest there are."""
     refresh: Literal["unroll", "step"] = "unroll"
-    """When an actor looks for newer parameters. "step" needs lag "free"."""
+    """When an actor looks for newer parameters. "step" needs lag "free"; `policy_age` is then that of the first step of
+    an unroll, and later ones may be newer."""
     queue_size: int = 1
     """Trajectories that an actor may be ahead of the learner."""
     updates_per_batch: int = 1
@@ -142,6 +145,7 @@ class Sebulba:
         # Programs with their arguments in memory of their own, to be captured. On the CPU only tests want that.
         self.static = any(d.type == "cuda" for d in (self.device, *devices))
         self.envs = [make_env() for _ in range(num_pools)]
+        self._workers: list[list[BaseProcess]] = [[] for _ in self.envs]  # processes that each has started
         self.learner = Learner(
             self.agent,
             learner,
@@ -235,8 +239,17 @@ class Sebulba:
                 if not self.config.num_actor_threads:  # the watchdog of the threads sleeps while the main thread steps
                     env = watched(env, "training", self.config.timeout_s)
                 pools.append(Pool(env, advance, env_keys, actor_keys, carry, phases, port))
-            refresh = self.config.refresh == "step"
-            actors.append(Actor(k, pools, phases, device, length=self.unroll_length, refresh=refresh))
+            actors.append(
+                Actor(
+                    k,
+                    pools,
+                    phases,
+                    device,
+                    length=self.unroll_length,
+                    refresh=self.config.refresh == "step",
+                    workers=[process for own in self._workers[k * each : (k + 1) * each] for process in own],
+                )
+            )
         return actors
 
     def example(self, state: RunState, actors: list[Actor]) -> Trajectory:
@@ -299,8 +312,11 @@ class Sebulba:
         shares = env_keys.chunk(len(self.envs))
         if self.restartable:
             return side_by_side([start(agent, env, keys) for env, keys in zip(self.envs, shares, strict=True)])
-        envs = [watched(env, "its first reset", self.config.timeout_s) for env in self.envs]
-        carries = [start(agent, env, keys.cpu()) for env, keys in zip(envs, shares, strict=True)]
+        carries = []
+        for i, (env, keys) in enumerate(zip(self.envs, shares, strict=True)):
+            before = multiprocessing.active_children()
+            carries.append(start(agent, watched(env, "its first reset", self.config.timeout_s), keys.cpu()))
+            self._workers[i] = [process for process in multiprocessing.active_children() if process not in before]
         whole = side_by_side([carry._replace(env_state=()) for carry in carries])
         return pytree.tree_map(lambda x: x.to(self.device), whole)
 
