@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
     parser.add_argument("--json", metavar="FILE", help="write the rows here instead of bench/results/")
     parser.add_argument("--quick", action="store_true", help="one size, two short rounds: does it work at all?")
-    parser.add_argument("--only", metavar="NAME[,NAME]", help=f"of {', '.join(HAVE_PARTS)}: the rows whose names begin so")
+    parser.add_argument(
+        "--only", metavar="NAME[,NAME]", help=f"of {', '.join(HAVE_PARTS)}: the rows whose names begin so"
+    )
     args = parser.parse_args(argv)
     if args.only and args.suite not in HAVE_PARTS:
         told = f"{', '.join(HAVE_PARTS[:-1])} and {HAVE_PARTS[-1]}"

@@ -2,15 +2,19 @@
 
     torchpod bench anakin [--json FILE] [--quick] [--only NAME]
 
-Time is a budget: environment only, + policy, + update; compile time cold and warm beside it. The JAX driver is our own;
-rows `rejax_...` have PPO of a third party beside torchpod's, and the suite fails where that is faster than our driver.
+Time is a budget: environment only, + policy, + update; compile time cold and warm beside it, and once that of the first
+start on a machine, which makes our own libraries and the precompiled header as well. The JAX driver is our own; rows
+`rejax_...` have PPO of a third party beside torchpod's, and the suite fails where that is faster than our driver.
 Read harness.py first.
 """
 
+import dataclasses
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from torchpod.bench import harness
@@ -47,6 +51,8 @@ UNROLL_LENGTH = 128
 # Environment steps of one timed call, half a second or more of it for the faster side; fewer, by the square root, below
 # 1024 environments, where calls are slower.
 STEPS_PER_CALL = {"env_only": 8_000_000, "policy": 2_000_000, "update": 500_000}
+FIRST = Case(1024)
+"""The case whose first start on a machine is measured."""
 # Iterations before timing in `update`, so that the returns of both sides say whether they learn; in every round, for
 # they are compiled in (annealing), and a program of another length would not be found in the cache.
 LEARN_ITERATIONS = {"cartpole": {4: 1000, 64: 240, 1024: 60, 4096: 24}, "minatar_breakout": {64: 60, 1024: 20}}
@@ -122,13 +128,26 @@ def main(
         pinned = core if case.cores == 1 else sorted(os.sched_getaffinity(0))[-case.cores :]
         results = harness.interleave((ours, peer), arguments, core=pinned)
         a, b = results[ours.name], results[peer.name]
-        rows.append(make.rate(case.name, a, b, peer_name=peer.name))
-        print(describe(rows[-1]), flush=True)
+        row = make.rate(case.name, a, b, peer_name=peer.name)
+        learns = not quick and case.num_envs in LEARN_ITERATIONS[case.env]
+        if case.mode == "update" and learns:
+            failures += harness.untrained(case.name, case.env, (a, b))
+        elif case.mode == "update":
+            note = "returns say nothing in so few steps"
+            row = dataclasses.replace(row, note="; ".join(filter(None, [row.note, note])))
+        rows.append(row)
+        print(describe(row), flush=True)
         if case.mode == "update" and case.cores == 1 and case.peer == "jax" and case.num_envs <= 4096:
             again = [case_arguments(case, 1, learn=False, seed=i) for i in range(1, rounds)]
             colds = [harness.interleave((ours, peer), [one], core=pinned) for one in again if not quick]
-            rows += compile_rows(make, case.name, (ours, peer), [results, *colds])
-            for row in rows[-2:]:
+            new = compile_rows(make, case.name, (ours, peer), [results, *colds])
+            if case == FIRST and not quick:
+                first = first_start(ours, case_arguments(case, 1, learn=False, seed=0), pinned)
+                beside = b if isinstance(b, WorkerError) else b[:1]
+                new.append(make.compile_time(f"compile_first_{case.name}", first, beside, peer_name=peer.name))
+                failures += [f"{new[-1].name}: {first}"] if isinstance(first, WorkerError) else []
+            rows += new
+            for row in new:
                 print(describe(row), flush=True)
         # rejax's networks begin otherwise: in so few steps it is ahead.
         failures += harness.problems(case.name, a, b, returns=not quick or case.peer == "jax")
@@ -206,6 +225,16 @@ def compile_rows(
         warm.append(failed or [x for run in done for x in run[1:]])
     kinds = (("cold", cold), ("warm", warm))
     return [make.compile_time(f"compile_{kind}_{case}", a, b, peer_name=workers[1].name) for kind, (a, b) in kinds]
+
+
+def first_start(ours: Worker, arguments: Sequence[str], core: int | Sequence[int] | None) -> Measured:
+    """One run as on a machine that has seen none: our own libraries and the precompiled header are made as well."""
+    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as folder:
+        homes = {name: str(Path(folder) / name) for name in ("XDG_CACHE_HOME", "TMPDIR")}  # libraries; the header
+        for home in homes.values():
+            Path(home).mkdir()
+        worker = dataclasses.replace(ours, env={**ours.env, **homes})
+        return harness.interleave((worker,), [arguments], core=core)[ours.name]
 
 
 def describe(row: Row) -> str:

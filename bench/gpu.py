@@ -102,11 +102,6 @@ differ from seed to seed."""
 MEMORY_SHARE = 0.7
 """Of a GPU's memory, by estimate, for the workers of a wave."""
 
-RATIO_GOALS = ((4096, 2.0), (65_536, 1.2))
-"""Up to so many environments (the first), and with so many or more (the second), torchpod over JAX at least."""
-GRID_WORLD_GOAL = (32_768, 50e6)
-"""With so many environments or more, environment steps per second at least."""
-
 
 def main(
     json_path: str | None = None,
@@ -125,9 +120,9 @@ def main(
 
     Args:
       json_path: where the rows go; None for bench/results/.
-      quick: the smallest sizes, two rounds of one short call and no goals: whether everything works.
+      quick: the smallest sizes, two rounds of one short call and no targets: whether everything works.
       only: measure the rows whose names begin with this.
-      device: cuda, or cpu for tests: uncaptured and without goals.
+      device: cuda, or cpu for tests: uncaptured.
       cases: what to measure beside JAX.
       host_cases: what to measure of Sebulba.
       rounds: times that each side is measured, in turn.
@@ -136,7 +131,7 @@ def main(
       budget_s: what is not measured by then is reported as not measured.
 
     Returns:
-      0, 1 if something is wrong, a goal is missed or something was not measured, 2 if there is no such device.
+      0, 1 if something is wrong, a target missed or something was not measured, 2 if there is no such device.
     """
     deadline = time.monotonic() + budget_s
     if device == "cuda" and not torch.cuda.is_available():
@@ -169,8 +164,6 @@ def main(
         rows += of_case
         failures += wrong
         print(describe(of_case[0]), flush=True)
-    if device == "cuda" and not quick:
-        failures += missed(rows)
     of_host, wrong = host_rows([x for x in todo if isinstance(x, HostCase)], device, deadline, quick=quick)
     return harness.finish(
         "gpu",
@@ -283,24 +276,6 @@ def floor_note(case: Case, measurement: Mapping[str, Any], details: Mapping[str,
         f"{took}, floor {1e3 * least.seconds:.2f}: launches {launches} ({details['kernels']}),"
         f" bytes {moving} ({num_bytes / 1e9:.2f} GB), flops {computing} ({num_flops / 1e12:.2f} T)"
     )
-
-
-def missed(rows: Sequence[Row]) -> list[str]:
-    """One sentence for each goal that was measured and not reached."""
-    found, grid_worlds = [], {}
-    for row in rows:
-        work, _, size = row.name.partition("/")
-        if work.startswith("ppo_") and row.ratio is not None:
-            (small, high), (large, low) = RATIO_GOALS
-            goal = high if int(size) <= small else low if int(size) >= large else 0.0
-            if row.ratio < goal:
-                found.append(f"{row.name}: {row.ratio:.2f} x JAX, the goal is {goal}.")
-        if work == "a2c_grid_world" and row.value is not None and int(size) >= GRID_WORLD_GOAL[0]:
-            grid_worlds[row.name] = row.value
-    if grid_worlds and max(grid_worlds.values()) < GRID_WORLD_GOAL[1]:
-        best = max(grid_worlds, key=grid_worlds.__getitem__)
-        found.append(f"{best}: {grid_worlds[best]:,.0f} env steps/s, the goal is {GRID_WORLD_GOAL[1]:,.0f}.")
-    return found
 
 
 def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick: bool) -> tuple[list[Row], list[str]]:

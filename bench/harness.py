@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,16 @@ from torchpod.run_folder import commit, cpu, versions
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 FORMAT = 1
+BEGAN = time.monotonic()
+"""Of the suite: a process runs one, and imports this before it measures."""
 
 # A JAX row must reach this share of its scaled figure. 0.9 leaves room for noise, not for a bad driver.
 FLOOR_SHARE = 0.9
 # Means over a few seeds differ; those of two different algorithms differ more.
 RETURN_SHARE = 0.6
+# Of a random policy, and how many times that both sides must reach where they had time to learn.
+RANDOM_RETURN = {"cartpole": 22.0, "minatar_breakout": 0.4}
+LEARNED = 2.0
 # A worker that got less of its core than this was not alone on it.
 QUIET_CPU_SHARE = 0.95
 
@@ -447,6 +453,24 @@ def unequal_returns(ours: Sequence[Measurement], peer: Sequence[Measurement]) ->
     return []
 
 
+def untrained(name: str, env: str, sides: Sequence[Measured]) -> list[str]:
+    """A sentence for each side that had time to learn and is not well above a random policy in the mean of all rounds.
+
+    Returns that are equal say nothing if neither side has learned.
+    """
+    least, found = LEARNED * RANDOM_RETURN[env], []
+    for side in sides:
+        if isinstance(side, WorkerError):
+            continue
+        mean = _mean([m["episode_return"] for m in side])
+        if mean is None or mean < least:
+            found.append(
+                f"{name}: {side[0]['framework']} learned to a mean return of {mean}, and must reach {least:g},"
+                f" {LEARNED:g} x a random policy's, or equal returns say nothing: repair it, or let it learn longer."
+            )
+    return found
+
+
 def _mean(returns: Sequence[float | None]) -> float | None:
     """None if an episode never ended in one of the rounds."""
     ended = [x for x in returns if x is not None]
@@ -578,6 +602,7 @@ def write_results(
         "commit": commit(),
         "calibration_gflops": dict(calibration),
         "load_average": list(load_average),
+        "wall_s": time.monotonic() - BEGAN,
         "failures": list(failures),
         **(extra or {}),
         "rows": [dataclasses.asdict(row) for row in rows],

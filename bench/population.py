@@ -63,6 +63,7 @@ def main(
         rows.append(make.rate(f"{name} on 2 cores", two, no_peer, peer_name=peer.name))
         for row in rows[-4:]:
             print(describe(row), flush=True)
+        failures += [] if quick else harness.untrained(name, "cartpole", (a, b))
         failures += [*harness.problems(name, a, b), *harness.problems(name, two, no_peer)]
         calibrations.append(harness.calibrate(core))
     return harness.finish(

@@ -7,11 +7,12 @@ import textwrap
 
 import pytest
 
-from torchpod.bench import gpu, harness, report
+from torchpod.bench import gpu, harness, report, targets
 from torchpod.bench.gpu import Case, HostCase
 from torchpod.bench.harness import MissingError, RowMaker, Worker
 from torchpod.bench.kernels import covered
 from torchpod.bench.served import Result
+from torchpod.bench.targets import Target
 
 FAKE = textwrap.dedent(
     """
@@ -41,6 +42,7 @@ def fake(tmp_path, monkeypatch):
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
     monkeypatch.setattr(gpu, "correctness", lambda device, num_envs: ([], []))
+    monkeypatch.setitem(targets.TARGETS, "gpu", {})
 
     def make(name: str, rate: float, *, params: int = 9155, missing: str | None = None) -> Worker:
         return Worker(name, (sys.executable, "-S", str(script), name, str(rate), str(params)), missing=missing)
@@ -116,6 +118,26 @@ def test_what_the_time_did_not_suffice_for_is_told(tmp_path, fake, monkeypatch):
     assert document["failures"][1] == "impala_CartPole-v1/8x8: not measured, 0 s of the suite's time were left."
 
 
+def test_a_host_case_that_is_begun_ends_with_the_time_of_the_suite(tmp_path, fake, monkeypatch):
+    """Together with what Python imports, the suite is under nine minutes."""
+    assert gpu.BUDGET_S <= 520
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
+    limits = []
+
+    def never_ready(worker, arguments, *, core, cache_dir, timeout_s):
+        limits.append(timeout_s)
+        raise harness.WorkerError("torchpod was still running")
+
+    monkeypatch.setattr(harness, "run_worker", never_ready)
+    hosts = HostCase("CartPole-v1", 8, 8), HostCase("CartPole-v1", 16, 8)
+    _, document = run_suite(
+        tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), host_cases=hosts, only="impala", budget_s=gpu.HOST_CASE_S + 9
+    )
+    assert len(limits) == 2 and max(limits) <= gpu.HOST_CASE_S + 9
+    assert document["failures"] == [f"{case.name}: torchpod was still running" for case in hosts]
+    assert 0 < document["wall_s"]
+
+
 def test_both_sides_get_the_same_arguments_and_larger_batches_fewer_iterations():
     found = {}
     for case in gpu.CASES:
@@ -142,19 +164,34 @@ def test_waves_fit_into_memory_and_sides_that_do_not_fit_together_run_apart():
     assert len(gpu.plan(gpu.CASES, ours, peer, float("inf"))) == 1
 
 
-def test_goals_hold_up_to_4096_environments_and_from_65536_on():
-    def row(name, value=None, ratio=None):
-        return dataclasses.replace(RowMaker().alone(name, 0.0, "env_steps/s"), value=value, ratio=ratio)
+def test_targets_hold_up_to_4096_environments_and_from_65536_on():
+    def row(name, value=None, ratio=None, unit="env_steps/s"):
+        return {"name": name, "value": value, "ratio": ratio, "unit": unit}
 
-    assert gpu.missed([row("ppo_cartpole/4096", ratio=2.0), row("ppo_cartpole/65536", ratio=1.2)]) == []
-    assert gpu.missed([row("ppo_cartpole/16384", ratio=0.5), row("compile_ppo_cartpole/1024", ratio=9.0)]) == []
-    assert gpu.missed([row("ppo_cartpole/4096", ratio=1.9), row("ppo_pendulum/65536", ratio=1.1)]) == [
-        "ppo_cartpole/4096: 1.90 x JAX, the goal is 2.0.",
-        "ppo_pendulum/65536: 1.10 x JAX, the goal is 1.2.",
+    def missed(*rows):
+        return targets.missed("gpu", rows)
+
+    assert missed(row("ppo_cartpole/4096", ratio=2.0), row("ppo_cartpole/65536", ratio=1.2)) == []
+    assert missed(row("ppo_cartpole/16384", ratio=0.5), row("compile_ppo_cartpole/1024", ratio=9.0)) == []
+    assert missed(row("ppo_cartpole/4096", ratio=1.9), row("ppo_pendulum/65536", ratio=1.1)) == [
+        "ppo_cartpole/4096: 1.90 x, the target is >= 2 x.",
+        "ppo_pendulum/65536: 1.10 x, the target is >= 1.2 x.",
     ]
-    worlds = [row("a2c_grid_world/32768", 40e6), row("a2c_grid_world/131072", 60e6)]
-    assert gpu.missed(worlds) == []
-    assert gpu.missed(worlds[:1]) == ["a2c_grid_world/32768: 40,000,000 env steps/s, the goal is 50,000,000."]
+    assert missed(row("a2c_grid_world/131072", 60e6)) == []
+    assert missed(row("a2c_grid_world/32768", 40e6)) == [
+        "a2c_grid_world/32768: 40,000,000 env_steps/s, the target is >= 50,000,000 env_steps/s."
+    ]
+    assert missed(row("impala_of_raw_Pong-v5/256x20", 0.9, unit="share")) == []
+    (told,) = missed(row("impala_of_raw_Pong-v5/256x20", 0.86, unit="share"))
+    assert told.startswith(
+        "impala_of_raw_Pong-v5/256x20: 0.86 share, the target is >= 0.9 share; the host: actors' Python"
+    )
+
+
+def test_a_missed_target_fails_the_suite(tmp_path, fake, monkeypatch):
+    monkeypatch.setitem(targets.TARGETS, "gpu", {"ppo_cartpole/1024": Target(ratio=2.0)})
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
+    assert status == 1 and document["failures"] == ["ppo_cartpole/1024: 1.50 x, the target is >= 2 x."]
 
 
 def test_the_floor_stands_beside_the_rate():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchpod import bench, run_folder
-from torchpod.bench import anakin, harness, population, report, targets
+from torchpod.bench import anakin, gpu, harness, population, report, targets
 from torchpod.bench.anakin import Case
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
 from torchpod.bench.targets import Target
@@ -155,6 +155,9 @@ def test_a_missed_target_fails_the_bench_with_what_bounds_it(tmp_path, fake, mon
         (Target(ratio=3.0), {"ratio": None, "value": 9.0, "unit": "s"}, ("<= 3 x", "not measured")),
         (Target(seconds=5.0), {"ratio": None, "value": 4.0, "unit": "s"}, ("<= 5 s", "met")),
         (Target(seconds=5.0), {"ratio": None, "value": 5.1, "unit": "s"}, ("<= 5 s", "missed")),
+        (Target(least=0.9), {"ratio": None, "value": 0.8, "unit": "share"}, (">= 0.9 share", "missed")),
+        (Target(least=5e7), {"ratio": 1.0, "value": 5e7, "unit": "env_steps/s"}, (">= 50,000,000 env_steps/s", "met")),
+        (Target(least=5e7), {"ratio": 1.0, "value": None, "unit": "x/s"}, (">= 50,000,000 x/s", "not measured")),
     ],
 )
 def test_targets_in_words(target, row, told):
@@ -164,9 +167,12 @@ def test_targets_in_words(target, row, told):
 def test_targets_are_those_of_rows_that_there_are():
     rows = {"anakin": {case.name for case in anakin.CASES}}
     rows["population"] = {f"{population.WORK}/{members}x{num_envs}" for members, num_envs in population.CASES}
+    shares = {case.name.replace("impala_", "impala_of_raw_", 1) for case in gpu.HOST_CASES}
+    rows["gpu"] = shares | {case.name for case in gpu.CASES}
     for suite, known in targets.TARGETS.items():
         assert {re.sub("^compile_(cold|warm)_", "", name) for name in known} <= rows[suite]
-        assert all((target.ratio is None) != (target.seconds is None) for target in known.values())
+        assert all([target.ratio, target.seconds, target.least].count(None) == 2 for target in known.values())
+    assert shares <= targets.TARGETS["gpu"].keys()
 
 
 def test_a_row_that_was_better_fails_the_bench_unless_it_is_written_elsewhere(monkeypatch, capsys):
@@ -211,6 +217,39 @@ def test_returns_are_compared_in_the_mean_of_the_seeds(tmp_path, fake):
     assert harness.unequal_returns(ours, peer) == []  # pyright: ignore[reportArgumentType]
     peer[1]["episode_return"] = 80.0
     assert "to a mean return of 30.0 and jax to 60.0" in harness.unequal_returns(ours, peer)[0]  # pyright: ignore[reportArgumentType]
+
+
+def test_sides_that_learn_nothing_fail_the_bench_although_they_are_equal(tmp_path, fake, monkeypatch):
+    sides = fake("torchpod", 3000), fake("jax", 2000)
+    assert run_suite(tmp_path, *sides)[0] == 0
+    monkeypatch.setitem(harness.RANDOM_RETURN, "cartpole", 51.0)  # both fakes have 100
+    status, document = run_suite(tmp_path, *sides)
+    assert status == 1 and [x.partition(",")[0] for x in document["failures"]] == [
+        f"ppo_cartpole/64: {side} learned to a mean return of 100.0" for side in ("torchpod", "jax")
+    ]
+    for case, quick in ((Case(16_384), False), (Case(64, "policy"), False)):
+        status, document = run_suite(tmp_path, *sides, cases=[case], quick=quick)
+        few = "returns say nothing in so few steps" if case.mode == "update" else ""
+        assert status == 0 and document["rows"][0]["note"] == few
+
+
+def test_the_first_start_on_a_machine_finds_no_library_and_no_header(tmp_path, fake):
+    sides = fake("torchpod", 3000), fake("jax", 2000)
+    status, document = run_suite(tmp_path, *sides, cases=[Case(64), Case(1024)])
+    assert status == 0 and document["failures"] == []
+    (row,) = (row for row in document["rows"] if row["name"].startswith("compile_first"))
+    assert row["name"] == "compile_first_ppo_cartpole/1024" and len(row["repeats"]) == 1
+    assert row["peer"]["name"] == "jax" and row["peer"]["repeats"] == [5.0]
+    told = """
+import os, sys, tempfile
+from torchpod.gxx import _library_folder
+from torch._inductor import codecache
+folders = str(_library_folder()), codecache._HEADER_DIR
+sys.exit(" ".join(map(str, [*folders, [len(os.listdir(x)) if os.path.exists(x) else 0 for x in folders]])))
+"""
+    result = anakin.first_start(Worker("torchpod", (sys.executable, "-c", told)), [], None)
+    libraries, header, *sizes = str(result).split(": ")[1].split(" ")
+    assert "torchpod-bench-" in libraries and "torchpod-bench-" in header and sizes == ["[0,", "0]"]
 
 
 def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):

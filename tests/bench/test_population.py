@@ -34,6 +34,14 @@ def test_a_slow_peer_and_a_side_that_fails_are_told(tmp_path, fake):
     assert status == 1 and "torchpod: gone" in result["failures"][0]
 
 
+def test_members_that_learn_nothing_fail_the_bench(tmp_path, fake, monkeypatch):
+    monkeypatch.setitem(harness.RANDOM_RETURN, "cartpole", 51.0)  # both fakes have 100
+    status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
+    assert status == 1 and len(result["failures"]) == 2
+    assert result["failures"][0].startswith("population_ppo_cartpole/16x4: torchpod learned to a mean return of 100.0")
+    assert run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0), quick=True)[0] == 0
+
+
 def test_both_sides_get_the_same_arguments():
     arguments = population.case_arguments(16, 4, 3, learn=True, seed=2)
     options = dict(zip(arguments[::2], arguments[1::2], strict=False))

@@ -62,6 +62,48 @@ def test_a_run_of_one_row_takes_the_place_of_that_row():
     assert "other: slow." in page and "ppo_cartpole: slow." not in page and "unequal" not in page
 
 
+def test_failures_are_taken_back_by_the_names_that_rows_had_before():
+    told = "update/1024: torchpod learned to less."
+    whole = document("2030-01-01T00:00:00", "aaa", 1.0, failures=[told, "update/64: slow."])
+    part = document("2030-01-02T00:00:00", "bbb", 1.23, only="ppo_cartpole/1024")
+    assert told in report.render([whole]) and "update/64: slow." in report.render([whole, part])
+    assert told not in report.render([whole, part])
+    part["rows"][0]["name"] = "ppo_minatar_breakout/1024"
+    assert told in report.render([whole, part])
+
+
+def test_a_target_that_is_met_beside_a_slow_peer_says_so():
+    slow = "ppo_cartpole/1024: jax did 100,000 env steps/s, below 200,000 (0.9 x its figure 222,222 x 1.00 for it)."
+    met = document("2030-01-01T00:00:00", "aaa", 1.23, failures=[slow])
+    assert ">= 1.2 x: met, beside a peer below its figure |" in report.render([met])
+    assert (
+        "beside a peer below its figure"
+        not in report.render([{**met, "failures": [slow.replace("1024", "64")]}]).split("##")[1]
+    )
+    missed = document("2030-01-01T00:00:00", "aaa", 1.1, failures=[slow])
+    assert ">= 1.2 x: missed |" in report.render([missed])
+
+
+def test_the_header_names_the_versions_of_all_rows_and_how_long_the_suite_took():
+    run = document("2030-01-01T00:00:00", "aaa", 1.23, wall_s=427.0)
+    run["rows"].append({**run["rows"][0], "name": "x", "versions": {"torch": "2.13.0+cpu", "jax": "0.10.2"}})
+    assert "0.10, took 7.1 min; one core" in report.render([run])
+    assert " torch 2.13.0+cpu, jax 0.10.2.\n" in report.render([run])
+
+
+def test_what_bounds_a_target_is_told_of_rows_that_are_there():
+    assert "is bounded by" not in report.render([document("2030-01-01T00:00:00", "aaa", 1.23)])
+    met = document("2030-01-01T00:00:00", "aaa", 0.6)
+    met["rows"][0]["name"] = "ppo_cartpole/4"
+    assert f"- ppo_cartpole/4 is bounded by {TARGETS['anakin']['ppo_cartpole/4'].bound}." in report.render([met])
+
+
+def test_goals_of_old_gpu_runs_are_judged_by_the_targets():
+    told = ["ppo_cartpole/1024: 1.74 x JAX, the goal is 2.0."]
+    page = report.render([document("2030-01-01T00:00:00", "aaa", 1.74, suite="gpu", failures=told)])
+    assert "- **ppo_cartpole/1024: 1.74 x, the target is >= 2 x.**" in page and "goal" not in page
+
+
 def test_a_missed_target_is_told_with_what_bounds_it_until_it_is_met():
     slow = document("2030-01-01T00:00:00", "aaa", 0.4, failures=["ppo_cartpole/4: 0.30 x, the target is >= 0.5 x; x."])
     slow["rows"][0]["name"] = "ppo_cartpole/4"
@@ -132,13 +174,13 @@ def test_a_suite_is_compared_with_its_last_run_on_such_a_machine(tmp_path):
 
 
 def test_main_reads_the_folder_leaves_out_quick_runs_and_refuses_foreign_files(tmp_path):
-    results, page = tmp_path / "results", tmp_path / "docs" / "benchmarks.md"
+    results, docs, page = tmp_path / "results", tmp_path / "docs", tmp_path / "docs" / "benchmarks.md"
     results.mkdir()
-    assert report.main(results, page) == 0 and "Nothing has been measured yet." in page.read_text()
+    assert report.main(results, docs) == 0 and "Nothing has been measured yet." in page.read_text()
     (results / "quick.json").write_text(json.dumps(document("2030-01-01T00:00:00", "aaa", 1.0, quick=True)))
     assert report.load(results) == []
     (results / "a.json").write_text(json.dumps(document("2030-01-01T00:00:00", "aaa", 1.0)))
-    report.main(results, page)
+    report.main(results, docs)
     assert "ppo_cartpole/1024" in page.read_text()
     (results / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is no benchmark result"):

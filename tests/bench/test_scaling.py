@@ -6,8 +6,9 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
-from torchpod.bench import harness, scaling
+from torchpod.bench import harness, report, scaling
 from torchpod.bench.harness import Worker
 from torchpod.bench.scaling import Network
 
@@ -46,8 +47,7 @@ def fake(tmp_path, monkeypatch):
 
 
 def test_rows_are_speed_ups_and_the_page_shows_them(tmp_path, fake):
-    page = tmp_path / "scaling.md"
-    assert scaling.main(worker=fake, page=page) == 0
+    assert scaling.main(worker=fake) == 0
     (path,) = tmp_path.glob("scaling_*.json")
     document = json.loads(path.read_text())
     rows = {row["name"]: row for row in document["rows"]}
@@ -55,26 +55,81 @@ def test_rows_are_speed_ups_and_the_page_shows_them(tmp_path, fake):
     for kind in ("weak", "strong"):
         ratios = [rows[f"{kind}_ppo_cartpole/{k} ranks"]["ratio"] for k in (1, 2, 4)]
         assert ratios == pytest.approx([1.0, 1.8, 3.6])
-    text = page.read_text()
+    report.main(tmp_path, tmp_path / "docs")
+    text = (tmp_path / "docs" / "scaling.md").read_text()
     assert "| weak | 2 | 1,800 | 1.80 | 4.0% |" in text and "| strong | 4 | 3,600 | 3.60 | 8.0% |" in text
-    assert "3 us and 2.00 GB/s" in text and "Nothing below was measured" in text
+    assert "3 us and 2.00 GB/s" in text and "gloo on CPUs" in text
+    assert "**No efficiency below was measured, and NCCL was never run with several GPUs.**" in text
     assert "| 4 | 16,777,216 | 12,601 us | 12,601 us |" in text
 
 
 def test_a_quick_run_leaves_the_page_alone(tmp_path, fake):
-    page = tmp_path / "scaling.md"
-    assert scaling.main(worker=fake, page=page, quick=True) == 0
-    assert len([*tmp_path.glob("scaling_*.json")]) == 1 and not page.exists()
+    assert scaling.main(worker=fake, quick=True) == 0
+    report.main(tmp_path, tmp_path / "docs")
+    assert len([*tmp_path.glob("scaling_*.json")]) == 1 and not (tmp_path / "docs" / "scaling.md").exists()
 
 
-def test_ranks_that_fail_are_told_and_the_page_stays(tmp_path, fake):
-    page = tmp_path / "scaling.md"
-    assert scaling.main(worker=fake, page=page, num_ranks=(1, 3), rounds=1) == 1
+def test_all_ranks_run_on_one_kind_of_device(monkeypatch):
+    for num_gpus, device in ((0, "cpu"), (1, "cpu"), (3, "cpu"), (4, "cuda")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        assert scaling.device_for((1, 2, 4)) == device
+    assert scaling.real_worker(1, "cpu").command[-2:] == ("--device", "cpu")
+
+
+def measured(device: str = "cpu") -> dict:
+    """A result file: 2 ranks as the model has them, 4 ranks on 2 cores eight times slower with 32 KiB."""
+    network = Network(1e-4, 1e9)
+    sums = {
+        f"{kind}/{k}": {
+            "device": device,
+            "iteration_s": 0.4,
+            "sums_per_iteration": 22,
+            "bytes_per_iteration": 589_296,
+            "share_in_sums": 0.1,
+            "alone": {str(n): network.sum_s(k, n) * (8 if (k, n) == (4, 32_768) else 1) for n in (8, 32_768, 2**24)},
+        }
+        for kind in ("weak", "strong")
+        for k in (1, 2, 4)
+    }
+    rows = [{"name": name.replace("/", "_ppo_cartpole/") + " ranks", "value": 3e5, "ratio": 1.5} for name in sums]
+    return {
+        "date": "2030-01-01T00:00:00",
+        "commit": "aaa",
+        "hardware": {"name": "some-cpu", "cores": 2},
+        "sums": sums,
+        "rows": rows,
+    }
+
+
+def test_the_page_says_where_the_model_is_off_and_why():
+    text = scaling.render(measured(), None)
+    # a tree of 4 messages, each 100 us and 33
+    assert "with 4 ranks and 32,768 bytes: 4,249 us measured, 531 by the model, 8.0 x: 4 ranks share 2 cores" in text
+    assert "16 of gradients, one for each update (4 epochs x 4 minibatches)" in text
+
+
+def test_the_page_names_the_backend_that_was_used():
+    text = scaling.render(measured("cuda"), None)
+    assert "NCCL on GPUs" in text and "gloo" not in text and "NCCL was never run" not in text
+
+
+def test_the_prediction_takes_the_iterations_that_a_gpu_was_measured_at():
+    rates = {"ppo_cartpole/1024": 47_529_558.0, "ppo_cartpole/4096": None, "ppo_cartpole/65536": 194_579_012.0}
+    rows = [{"name": name, "value": value} for name, value in rates.items()]
+    gpu = {"hardware": {"gpu": "NVIDIA H200"}, "rows": rows}
+    text = scaling.render(measured(), gpu)
+    # 22 sums by 3 levels up and down, each 5 us and 589,296 / 22 bytes at 50 GB/s: 731 us beside 2,758
+    assert "| one 400 Gbit/s link per device | NVIDIA H200 | 1,024 | 2.76 ms | 79.1% |" in text
+    assert "| NVIDIA H200 | 65,536 | 43.11 ms |" in text and "| 4,096 |" not in text
+    assert "NVIDIA" not in scaling.render(measured(), None)
+
+
+def test_ranks_that_fail_are_told(tmp_path, fake):
+    assert scaling.main(worker=fake, num_ranks=(1, 3), rounds=1) == 1
     (path,) = tmp_path.glob("scaling_*.json")
     assert json.loads(path.read_text())["failures"] == [
         f"{kind}_ppo_cartpole/3 ranks: 3 ranks: no torchrun" for kind in ("weak", "strong")
     ]
-    assert not page.exists()
 
 
 def test_weak_rows_grow_with_the_ranks_and_strong_ones_do_not():
