@@ -186,7 +186,8 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     told_then = (", the target is ", ", the goal is ") if targets else ()
     problems = now_missed + [x for x in latest["failures"] if not any(words in x for words in told_then)]
     names = [row["name"] for row in latest["rows"]]
-    bounds = {name: targets[name].bound for name in names if name in targets and targets[name].bound}
+    rates = {name: target for name, target in targets.items() if target.seconds is None}
+    bounds = {name: rates[name].bound for name in names if name in rates and rates[name].bound}
     met = [name for name in bounds if not any(x.startswith(f"{name}:") for x in now_missed)]
     problems += regressions(runs, names)
     lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []

@@ -31,7 +31,11 @@ _POPULATION = (
 )
 _HOST = "the host: actors' Python takes the rest of 16 cores, the GPU idles 0.9 of the time"
 _COMPILE = Target(ratio=3.0)
-_WARM = Target(seconds=5.0)
+_WARM = Target(
+    seconds=5.0,
+    bound="bounded by Python: half of a start from a full cache is tracing, a quarter imports, a quarter inductor's passes "
+    "and look-ups (docs/design.md, section 4)",
+)
 
 
 def _ppo(*targets: tuple[str, float, str]) -> dict[str, Target]:
