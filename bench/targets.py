@@ -33,8 +33,8 @@ _HOST = "the host: actors' Python takes the rest of 16 cores, the GPU idles 0.9 
 _COMPILE = Target(ratio=3.0)
 _WARM = Target(
     seconds=5.0,
-    bound="bounded by Python: half of a start from a full cache is tracing, a quarter imports, a quarter inductor's passes "
-    "and look-ups (docs/design.md, section 4)",
+    bound="bounded by Python: half of a start from a full cache is tracing, a quarter imports, a quarter inductor's "
+    "passes and look-ups (docs/design.md, section 4)",
 )
 
 
