@@ -957,3 +957,12 @@ def test_the_verdicts_are_those_of_the_installed_torchrl(capsys):
             :40
         ]
     assert "by hand" in found["TD3BCLoss"] and "parameters that no update reaches" in found["DiscreteCQLLoss"]
+
+
+def test_a_loss_that_falls_back_is_told_with_the_line_that_does_not_compile(monkeypatch, capsys):
+    monkeypatch.setattr(losses, "LOSSES", {"A2CLoss": LOSSES["A2CLoss"]})
+    monkeypatch.setattr(losses, "torchrl_agent", lambda *args: reading_agent())
+    assert losses.main() == 0
+    row, text = capsys.readouterr().out.splitlines()[1], 'if data["advantage"].mean().item() > 1e9:'
+    assert row.startswith("A2CLoss") and "falls back" in row and "loss=A2CLoss" in row
+    assert f"{line_of(text)}, `{text}`" in row, row
