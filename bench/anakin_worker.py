@@ -27,7 +27,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench.clock import Clock
 from torchpod.bench.harness import Measurement, dtype_of
-from torchpod.bench.kernels import kernels, profiled
+from torchpod.bench.kernels import kernels, profiled, table
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
@@ -213,6 +213,10 @@ class Prepared:
             **sizes(self._anakin, self._state.carry),
         }
 
+    def kernel_times(self) -> str:
+        """A table of one iteration on a GPU."""
+        return table(profiled(self._replay))
+
     def _captured(self, program: Program, state: RunState) -> Replay:
         return Replay(program, state, capture=self._capture)
 
@@ -393,17 +397,23 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: captured, in TF32")
     parser.add_argument("--eager", action="store_true", help="compile nothing, for tests")
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the output is always JSON")
-    parser.add_argument("--profile", action="store_true", help="a table of where the time goes, on stderr")
+    parser.add_argument("--profile", action="store_true", help="a table of programs, on a GPU of kernels, on stderr")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high" if args.device == "cuda" else "highest")
-    compiler = (Clock if args.profile else Compiler)(not args.eager, args.population)
+    on_gpu = args.device == "cuda"
+    compiler = (Clock if args.profile and not on_gpu else Compiler)(not args.eager, args.population)
     warmup_calls = max(1, -(-args.warmup // args.iterations))
     num_iterations = args.iterations * (warmup_calls + args.repeats * (args.rounds or 1))
     anakin = build(args.env, args.num_envs, num_iterations, compiler=compiler, device=args.device)
     options = {"warmup_calls": warmup_calls, "seed": args.seed, "compiler": compiler, "threads": args.threads}
-    options["capture"] = args.device == "cuda"
+    options["capture"] = on_gpu
     if args.rounds:
         serve(Prepared(anakin, args.mode, args.iterations, **options), args.env, args.repeats)
+        return
+    if args.profile and on_gpu:
+        prepared = Prepared(anakin, args.mode, args.iterations, **options)
+        print(json.dumps({**prepared.measure(args.repeats), "env": args.env}))
+        print(prepared.kernel_times(), file=sys.stderr)
         return
     m = timed(anakin, args.mode, args.iterations, args.repeats, **options)
     m["env"] = args.env

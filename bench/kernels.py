@@ -27,8 +27,24 @@ def profiled(replay: Replay) -> list[Any]:
 
 
 def kernels(events: Iterable[Any]) -> list[str]:
-    """Names of what ran on the device: kernels, copies and fills. A range appears there as well, and is none."""
-    return [e.name for e in events if e.device_type.name != "CPU" and e.name != REPLAY]
+    """Names of what ran on the device: kernels, copies and fills."""
+    return [e.name for e in _on_device(events)]
+
+
+def table(events: Iterable[Any]) -> str:
+    """What ran on the device, by name: how often, its time in all and each, in microseconds; the longest first."""
+    times: dict[str, list[float]] = {}
+    for e in _on_device(events):
+        times.setdefault(e.name, []).append(e.time_range.end - e.time_range.start)
+    lines = [f"{'us':>10s} {'times':>6s} {'us each':>9s}  kernel"]
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1])):
+        lines.append(f"{sum(each):10,.0f} {len(each):6d} {sum(each) / len(each):9.2f}  {name}")
+    return "\n".join(lines)
+
+
+def _on_device(events: Iterable[Any]) -> list[Any]:
+    """A range appears there as well, and is none of them."""
+    return [e for e in events if e.device_type.name != "CPU" and e.name != REPLAY]
 
 
 def waits(events: Iterable[Any]) -> list[str]:

@@ -68,6 +68,26 @@ def test_what_runs_on_the_device_and_what_the_host_waits_for_is_found():
     ]
     assert kernels.waits(events) == ["cudaStreamSynchronize", "Memcpy DtoH (Device -> Pageable)"]
     assert kernels.kernels(events) == ["triton_poi_fused_0", "Memset (Device)", "Memcpy DtoH (Device -> Pageable)"]
+    head, *rows = kernels.table([*events, event("triton_poi_fused_0", 20, 24, "CUDA")]).splitlines()
+    assert head.split() == ["us", "times", "us", "each", "kernel"]
+    assert [row.split()[:4] for row in rows[:2]] == [
+        ["5", "2", "2.50", "triton_poi_fused_0"],
+        ["1", "1", "1.00", "Memset"],
+    ]
+    assert kernels.table(events[:1]) == head
+
+
+def test_a_profile_of_a_replay_without_a_gpu_has_no_kernels():
+    prepared = anakin_worker.Prepared(build("cartpole", 8, compiled=False), "update", 1, compiler=Compiler(False))
+    assert len(prepared.kernel_times().splitlines()) == 1
+
+
+@pytest.mark.gpu
+def test_a_profile_of_a_captured_replay_has_its_kernels():
+    anakin = build("cartpole", 16, compiled=True, device="cuda")
+    prepared = anakin_worker.Prepared(anakin, "update", 1, compiler=Compiler(True), capture=True)
+    head, *rows = prepared.kernel_times().splitlines()
+    assert sum(int(row.split()[1]) for row in rows) > 100 and any("triton" in row for row in rows)
 
 
 def test_a_replay_keeps_its_buffers_where_they_are():
