@@ -13,13 +13,14 @@ if __name__ == "bench":
 SUITES = {
     name: name
     for name in (
-        *("anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "population", "replay", "reuse"),
+        *("agents", "anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "population", "replay"),
+        "reuse",
         "scaling",
         "sebulba",
     )
 }
 
-HAVE_PARTS = ("anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "replay")
+HAVE_PARTS = ("agents", "anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "replay")
 """Suites that know `--only`."""
 
 

@@ -181,7 +181,7 @@ def hardware() -> dict[str, Any]:
 def calibrate(core: int | None) -> dict[str, float]:
     """GFLOP/s of the stated matrix products on `core`: see calibrate.py."""
     script = str(ROOT / "bench" / "calibrate.py")
-    return json.loads(_run([*_pin(core), sys.executable, script], {}, "calibration", timeout_s=120))
+    return json.loads(output_of([sys.executable, script], {}, "calibration", core=core, timeout_s=120))
 
 
 def peers_python() -> tuple[str, str | None]:
@@ -252,8 +252,8 @@ def run_worker(
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     load = os.getloadavg()[0]
-    command = [*_pin(core), *worker.command, *arguments]
-    output = _run(command, {**ONE_THREAD, **caches, **worker.env}, worker.name, timeout_s=timeout_s)
+    env = {**ONE_THREAD, **caches, **worker.env}
+    output = output_of([*worker.command, *arguments], env, worker.name, core=core, timeout_s=timeout_s)
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if not lines:
         raise WorkerError(f"{worker.name} printed no measurement: {_last_line(output)}")
@@ -265,13 +265,28 @@ def run_worker(
     return measurement
 
 
-def _pin(core: int | Sequence[int] | None) -> list[str]:
-    if core is None or shutil.which("taskset") is None:
-        return []
-    return ["taskset", "-c", str(core) if isinstance(core, int) else ",".join(map(str, core))]
+def output_of(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    name: str,
+    *,
+    core: int | Sequence[int] | None,
+    timeout_s: float = 1800.0,
+) -> str:
+    """What a command writes to standard output.
 
+    Args:
+      command: program and arguments.
+      env: more environment variables.
+      name: of the command, for errors.
+      core: the core, or cores, that it is pinned to; None for no pinning.
+      timeout_s: how long it may take.
 
-def _run(command: Sequence[str], env: Mapping[str, str], name: str, *, timeout_s: float) -> str:
+    Raises:
+      WorkerError: if it cannot be started, fails or takes longer.
+    """
+    if core is not None and shutil.which("taskset") is not None:
+        command = ["taskset", "-c", str(core) if isinstance(core, int) else ",".join(map(str, core)), *command]
     try:
         done = subprocess.run(
             command,

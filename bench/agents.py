@@ -1,0 +1,105 @@
+"""Suite `agents`: environment steps per second of agents with replay in whole runs; there is no peer.
+
+    torchpod bench agents [--json FILE] [--quick] [--only NAME]
+
+A row is `torchpod train experiment=NAME` for fewer steps than the experiment has, on one core, or on a GPU if there is
+one: acting, storing, drawing and updating, as its summary counts them, without compilation. The rounds have seeds of
+their own.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchpod.bench import harness
+from torchpod.bench.anakin import describe
+from torchpod.bench.harness import RowMaker
+from torchpod.config import load
+
+
+class Case(NamedTuple):
+    """Some steps of an experiment."""
+
+    name: str
+    steps: int
+
+
+CASES = (
+    Case("dqn_cartpole", 300_000),
+    Case("dqn_minatar_breakout", 200_000),
+    Case("c51_minatar_breakout", 100_000),
+    Case("sac_pendulum", 12_000),
+    Case("td3_pendulum", 12_000),
+    Case("r2d2_memory_chain", 100_000),
+    Case("r2d2_minatar_asterix", 100_000),
+)
+
+
+def main(
+    json_path: str | None = None,
+    *,
+    quick: bool = False,
+    only: str | None = None,
+    cases: Sequence[Case] = CASES,
+    rounds: int = 3,
+    overrides: Sequence[str] = (),
+) -> int:
+    """Measures, writes the result file, prints the rows.
+
+    Args:
+      json_path: where the rows go; None for bench/results/.
+      quick: one case and one round: whether everything works.
+      only: measure the rows whose names begin with this.
+      cases: what to measure.
+      rounds: runs of each.
+      overrides: more of them, for every run.
+
+    Returns:
+      0, or 1 if a run failed.
+    """
+    if quick:
+        cases, rounds = cases[:1], 1
+    core = None if torch.cuda.is_available() else harness.last_core()
+    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
+    make, rows, failures = RowMaker(), [], []
+    for case in harness.chosen(cases, only, "agents"):
+        try:
+            rates = [rate(case, seed, core, overrides) for seed in range(rounds)]
+        except harness.WorkerError as error:
+            failures.append(f"{case.name}: {error}")
+            continue
+        num_envs = load([f"experiment={case.name}", *overrides]).num_envs
+        rows.append(make.alone(f"{case.name}/{num_envs}", statistics.median(rates), "env_steps/s", rates))
+        print(describe(rows[-1]), flush=True)
+        calibrations.append(harness.calibrate(core))
+    return harness.finish(
+        "agents",
+        rows,
+        failures=failures,
+        calibrations=calibrations,
+        load_average=load_average,
+        json_path=json_path,
+        extra={"core": core, "rounds": rounds, "quick": quick, "only": only},
+    )
+
+
+def rate(case: Case, seed: int, core: int | None, overrides: Sequence[str]) -> float:
+    """Environment steps per second of one run.
+
+    Raises:
+      WorkerError: if it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as folder:
+        run = Path(folder) / "run"
+        line = [f"experiment={case.name}", f"total_env_steps={case.steps}", f"seed={seed}", f"run_dir={run}"]
+        line += ["evaluation.episodes=1", "logger.console=false", f"device={'cpu' if core is not None else 'cuda'}"]
+        command = [sys.executable, "-m", "torchpod", "train", *line, *overrides]
+        harness.output_of(command, harness.ONE_THREAD, "the run", core=core)
+        return json.loads((run / "summary.json").read_text())["env_steps_per_s"]
