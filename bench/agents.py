@@ -66,12 +66,13 @@ def main(
     """
     if quick:
         cases, rounds = cases[:1], 1
-    core = None if torch.cuda.is_available() else harness.last_core()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    core = harness.last_core() if device == "cpu" else None
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
     for case in harness.chosen(cases, only, "agents"):
         try:
-            rates = [rate(case, seed, core, overrides) for seed in range(rounds)]
+            rates = [rate(case, seed, core, [f"device={device}", *overrides]) for seed in range(rounds)]
         except harness.WorkerError as error:
             failures.append(f"{case.name}: {error}")
             continue
@@ -99,7 +100,7 @@ def rate(case: Case, seed: int, core: int | None, overrides: Sequence[str]) -> f
     with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as folder:
         run = Path(folder) / "run"
         line = [f"experiment={case.name}", f"total_env_steps={case.steps}", f"seed={seed}", f"run_dir={run}"]
-        line += ["evaluation.episodes=1", "logger.console=false", f"device={'cpu' if core is not None else 'cuda'}"]
+        line += ["evaluation.episodes=1", "logger.console=false"]
         command = [sys.executable, "-m", "torchpod", "train", *line, *overrides]
         harness.output_of(command, harness.ONE_THREAD, "the run", core=core)
         return json.loads((run / "summary.json").read_text())["env_steps_per_s"]

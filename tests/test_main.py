@@ -323,12 +323,11 @@ def test_training_after_warming_up_compiles_nothing(tmp_path: Path, monkeypatch)
         return set((tmp_path / "cache").rglob("*.so"))
 
     out = run("warmup")
-    found = re.match(r"ready in ([\d.]+) s; runs with these settings begin from the compile cache\n", out)
-    assert found and [path.name for path in tmp_path.iterdir()] == ["cache"]
+    assert re.match(r"ready in [\d.]+ s; runs with these settings begin from the compile cache\n", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
     compiled = programs()
     run("train", "run_dir=run")
     assert compiled and programs() == compiled
-    assert json.loads(Path("run/summary.json").read_text())["compile_s"] < 0.5 * float(found[1])
 
 
 class TestPlot:

@@ -5,9 +5,10 @@ import pytest
 from rich.console import Console
 
 from tests.test_metrics import NAN, row
+from torchpod import progress
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
-from torchpod.envs.host import Gymnasium
+from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.progress import Advice, ConsoleSink, advise
 
 # The console
@@ -152,6 +153,9 @@ def test_the_line_says_which_side_of_sebulba_starves(waits, said):
     assert said in out.getvalue()
 
 
+GIVEN = {"lag": 1, "max_lag": 1, "pools": 1, "num_epochs": 1, "num_minibatches": 1}
+
+
 @pytest.mark.parametrize(
     ("lag", "max_lag", "turns"),
     [
@@ -163,8 +167,7 @@ def test_the_line_says_which_side_of_sebulba_starves(waits, said):
     ],
 )
 def test_a_lag_that_the_agent_refuses_is_not_advised(lag, max_lag, turns):
-    env = HostEnv(CartPole())
-    assert advise(env, lag=lag, max_lag=max_lag, num_epochs=1, num_minibatches=1).turns == turns
+    assert advise(HostEnv(CartPole()), **GIVEN | {"lag": lag, "max_lag": max_lag}).turns == turns
 
 
 @pytest.mark.parametrize(
@@ -176,11 +179,14 @@ def test_a_lag_that_the_agent_refuses_is_not_advised(lag, max_lag, turns):
     ],
 )
 def test_what_is_1_is_not_to_be_lowered(num_epochs, num_minibatches, update):
-    advice = advise(HostEnv(CartPole()), lag=1, max_lag=1, num_epochs=num_epochs, num_minibatches=num_minibatches)
-    assert advice.update == update
+    given = GIVEN | {"num_epochs": num_epochs, "num_minibatches": num_minibatches}
+    assert advise(HostEnv(CartPole()), **given).update == update
 
 
-def test_an_environment_knows_what_makes_it_faster():
-    given = {"lag": 1, "max_lag": 1, "num_epochs": 1, "num_minibatches": 1}
-    assert advise(HostEnv(CartPole()), **given).environments == "raise loop.num_actor_threads"
-    assert advise(Gymnasium("CartPole-v1"), **given).environments == "set env.processes=true"
+def test_an_environment_knows_what_makes_it_faster(monkeypatch):
+    assert advise(HostEnv(CartPole()), **GIVEN).environments == "raise loop.num_actor_threads"
+    assert advise(Gymnasium("CartPole-v1"), **GIVEN).environments == "set env.processes=true"
+    monkeypatch.setattr(progress, "cores", lambda: 4)
+    env = EnvPool("CartPole-v1", num_threads=2)
+    told = [advise(env, **GIVEN | {"pools": pools}).environments for pools in (1, 2)]
+    assert told == ["raise env.num_threads", "they have a thread for every core"]

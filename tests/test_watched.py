@@ -63,6 +63,11 @@ def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
     assert stack[0] == "Stack of the thread that hangs (most recent call last):" and len(stack) < 4  # told once
 
 
+def test_it_ends_although_nothing_can_be_told():
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", DEAF], stderr=full, timeout=60).returncode == 1
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from torchpod.env import Env
+from torchpod.gxx import cores
 from torchpod.metrics import Row, number
 
 _RATE_WINDOW_S = 30.0
@@ -27,28 +28,30 @@ class Advice(NamedTuple):
 
 
 def advise(
-    env: Env, *, lag: int | Literal["free"], max_lag: int | None, num_epochs: int, num_minibatches: int
+    env: Env, *, lag: int | Literal["free"], max_lag: int | None, pools: int, num_epochs: int, num_minibatches: int
 ) -> Advice:
     """Advice that can be followed.
 
     Args:
-      env: it may know what makes it faster (`Env.advice`).
+      env: it may know what makes it faster (`Env.advice`), or have threads of its own (EnvPool's `num_threads`).
       lag: of the loop.
       max_lag: the most that the agent takes; None: any.
+      pools: of environments, over all actor threads.
       num_epochs: of the learner.
       num_minibatches: of the learner.
     """
+    environments = getattr(env, "advice", "raise loop.num_actor_threads")
+    if (num_threads := getattr(env, "num_threads", None)) is not None:
+        free = pools * num_threads < cores()
+        environments = "raise env.num_threads" if free else "they have a thread for every core"
     laggable = lag != "free" and (max_lag is None or lag < max_lag)
     update = "take a smaller network"
     if num_minibatches > 1:
         update = "lower algo.learner.num_minibatches"
     if num_epochs > 1:
         update = "lower algo.learner.num_epochs"
-    return Advice(
-        environments=getattr(env, "advice", "raise loop.num_actor_threads"),
-        turns="raise loop.lag" if laggable else "raise algo.unroll_length or num_envs",
-        update=update,
-    )
+    turns = "raise loop.lag" if laggable else "raise algo.unroll_length or num_envs"
+    return Advice(environments, turns, update)
 
 
 class ConsoleSink:

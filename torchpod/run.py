@@ -467,6 +467,7 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | 
                 env,
                 lag=config.loop.lag,
                 max_lag=loop.agent.max_lag,
+                pools=len(loop.envs),
                 num_epochs=learner.num_epochs,
                 num_minibatches=learner.num_minibatches,
             )

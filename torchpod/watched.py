@@ -81,9 +81,13 @@ def sentence(error: BaseException) -> str:
 
 
 def tell_stack(thread: int) -> None:
-    """Writes to standard error where a thread stands, so that the author of an environment sees what hangs."""
-    print("Stack of the thread that hangs (most recent call last):", file=sys.stderr)
-    traceback.print_stack(sys._current_frames()[thread])
+    """Writes to standard error where a thread stands, so that the author of an environment sees what hangs.
+
+    If that fails, as on a full disk, what has to be done about the thread comes first.
+    """
+    with contextlib.suppress(Exception):
+        stack = "".join(traceback.format_stack(sys._current_frames()[thread]))
+        print(f"Stack of the thread that hangs (most recent call last):\n{stack}", end="", file=sys.stderr, flush=True)
 
 
 class _Block(NamedTuple):
@@ -122,13 +126,14 @@ class _Watchdog:
             if block is None or now < block.deadline:
                 continue
             if block is not told:
+                tell_stack(main)
                 with self.lock:
                     if self.now is block:
-                        tell_stack(main)
                         signal.pthread_kill(main, signal.SIGVTALRM)
                 told = block
             elif now > block.deadline + GRACE_S and self.now is block:
-                print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
+                with contextlib.suppress(Exception):
+                    print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
                 os._exit(1)
 
 

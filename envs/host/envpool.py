@@ -65,8 +65,6 @@ class EnvPool:
     traits = HOST
 
     def __init__(self, task: str, *, num_threads: int = 1, **options: Any) -> None:
-        from torchpod.gxx import cores  # not above: it imports a compiler, which worker processes of others do not need
-
         at_least(1, num_threads=num_threads)
         names = _envpool().list_all_envs()
         if task not in names:
@@ -74,8 +72,7 @@ class EnvPool:
         for option in _RESERVED.keys() & options.keys():
             raise ValueError(f"EnvPool({task!r}) takes no {option}: {_RESERVED[option]}.")
         self._options = {"num_threads": num_threads, **options}
-        self.advice = "raise env.num_threads" if num_threads < cores() else "raise loop.pools_per_actor"
-        """What makes steps faster, for the progress line."""
+        self.num_threads = num_threads
         self._pool: Any = None
         self._sent = False
         self._was_last = np.zeros(0, bool)

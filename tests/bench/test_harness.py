@@ -64,6 +64,8 @@ def test_some_rows_alone(tmp_path, fake):
     assert rates == ["ppo_cartpole/4", "ppo_minatar_breakout/64"]
     with pytest.raises(ValueError, match="--only ppo_x is no row of anakin"):
         anakin.main(cases=cases, only="ppo_cartpole,ppo_x")
+    with pytest.raises(ValueError, match="--only  is no row of anakin"):
+        anakin.main(cases=cases, only="ppo_cartpole,")
     with pytest.raises(ValueError, match="--only ppo_kartpole is no row of anakin; .*ppo_cartpole/64"):
         run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_kartpole")
 

@@ -647,10 +647,11 @@ def test_groups_have_optimizers_of_their_own(name, compiled, seed):
     exact = 1e-7 if name in NOISY else 1e-9
     for group, (prefix,) in prefixes.items():
         mine = [x for key, x in own.items() if key.replace("_params.", ".").startswith(prefix)]
-        norm = torch.nn.utils.get_total_norm([x.grad for x in mine])
+        gradients = [x.grad for x in mine if x.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         assert float(metrics[f"grad_norm/{group}"]) == pytest.approx(float(norm)) and norm > 0.05
-        for x in mine:
-            x.grad *= 0.05 / norm
+        for gradient in gradients:
+            gradient *= 0.05 / norm
         torch.optim.Adam(mine, lr=rates[group], eps=1e-5).step()
     for key, x in own.items():
         torch.testing.assert_close(after.params[key.replace("_params.", ".")], x.detach(), rtol=exact, atol=exact)
@@ -692,7 +693,7 @@ def test_priorities_are_what_torchrl_writes(name, seed):
     with Keyed(random.key(seed)):
         loss(data)
     expected = data["td_error"].detach().abs().reshape(-1, T * B).amax(0)
-    assert priority.shape == (T * B,) and priority.std() > 0
+    assert priority is not None and priority.shape == (T * B,) and priority.std() > 0
     torch.testing.assert_close(priority, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -921,8 +922,7 @@ def test_an_actor_that_does_not_compile_acts_in_threads_of_its_own(seed, recwarn
         actor = categorical(module=module)
         return LossAgent(actor, A2CLoss(actor, critic()), spec=SPEC)
 
-    results = []
-    for _ in range(2):
+    def parameters():
         program = Sebulba(
             make_agent,
             CartPole,
@@ -935,11 +935,13 @@ def test_an_actor_that_does_not_compile_acts_in_threads_of_its_own(seed, recwarn
         )
         for _, running in train_sebulba(program, program.init(seed)):
             state = running.state
-        results.append(state.learner.params)
+        return state.learner.params
+
+    results = [parameters(), parameters()]
     text = "return self.layer(x) if x.sum() > -1e9 else self.layer(-x)"
     told = [str(w.message) for w in recwarn if "uncompiled" in str(w.message)]
     assert all(f"{line_of(text)}, `{text}`, does not compile" in x for x in told)
-    assert len(told) == len(set(told)) == 1, told
+    assert len(told) == 1, told  # Python shows what each pool's program says but once
     for name, x in results[0].items():
         assert torch.equal(x, results[1][name]), name
 

@@ -1,8 +1,10 @@
 """Environments and learners that fail or hang: the run ends, with the error that came first, and nothing is left."""
 
 import multiprocessing
+import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium
 import pytest
@@ -15,6 +17,8 @@ from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import Gymnasium
 from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig
+from torchpod.sebulba.actor import Actor
+from torchpod.sebulba.exchange import Phases
 
 __all__ = ["no_thread_is_left"]  # a fixture that every test here uses
 
@@ -24,7 +28,7 @@ class Broken(HostEnv):
 
     def __init__(self, fault, hang_s=0.0):
         super().__init__(CartPole(max_episode_steps=7))
-        self.fault, self.hang_s, self.count = fault, hang_s, 0
+        self.fault, self.hang_s, self.count, self.over = fault, hang_s, 0, threading.Event()
 
     def step(self, state, action, keys):
         self.count += 1
@@ -34,7 +38,7 @@ class Broken(HostEnv):
         if self.fault == "raise":
             raise KeyError("the simulator lost its licence")
         if self.fault == "hang":
-            time.sleep(self.hang_s)
+            self.over.wait(self.hang_s)
         if self.fault == "shape":
             timestep = timestep._replace(reward=timestep.reward[:-1])
         if self.fault == "nan":
@@ -55,13 +59,13 @@ class SlowToSend(Apart):
 
     def __init__(self):
         super().__init__([])
-        self.count = 0
+        self.count, self.over = 0, threading.Event()
 
     def send(self, action):
         super().send(action)
         self.count += 1
         if self.count == 20:
-            time.sleep(1.5)
+            self.over.wait(30)
 
     step, recv = Apart.step, Apart.recv  # of one class with `send`, or it would not be stepped by these
 
@@ -69,8 +73,8 @@ class SlowToSend(Apart):
 @pytest.mark.parametrize(
     ("make_env", "line"),
     [
-        (lambda: Broken("hang", hang_s=1.5), "time.sleep(self.hang_s)"),
-        (SlowToSend, "time.sleep(1.5)"),
+        (lambda: Broken("hang", hang_s=30), "self.over.wait(self.hang_s)"),
+        (SlowToSend, "self.over.wait(30)"),
     ],
     ids=["step", "send"],
 )
@@ -82,9 +86,27 @@ def test_an_environment_that_does_not_come_back_is_named_with_the_line_where_it_
     with pytest.raises(ActorError, match=message):
         run(sebulba, state)
     assert time.perf_counter() - began < 10
-    told = capsys.readouterr().err.splitlines()
+    env.over.set()
+    told = [text.strip() for text in capsys.readouterr().err.splitlines()]
     assert told[0] == "Stack of the thread that hangs (most recent call last):"
-    assert "test_faults.py" in told[-2] and told[-1].strip() == line
+    assert "test_faults.py" in told[told.index(line) - 1]
+
+
+@pytest.mark.parametrize(
+    ("doing", "timeout_s", "killed"), [("environment", 60, 0), ("inference", 0, 0), ("environment", 0, 1)]
+)
+def test_worker_processes_are_killed_if_the_thread_hangs_in_its_environments_alone(doing, timeout_s, killed):
+    kills, over = [], threading.Event()
+    worker = SimpleNamespace(kill=lambda: kills.append(None) or over.set())
+    options = {"length": 1, "refresh": False, "workers": [worker], "timeout_s": timeout_s}
+    actor = Actor(0, [], Phases("env"), torch.device("cpu"), **options)
+    actor._thread = threading.Thread(target=over.wait, args=(10,))
+    actor._thread.start()
+    actor.phases.enter(doing)
+    actor.join(time.perf_counter() + 0.1)
+    assert len(kills) == killed and actor._thread.is_alive() != killed
+    over.set()
+    actor._thread.join()
 
 
 def test_worker_processes_that_hang_are_ended_with_the_thread_that_waits_for_them(seed):

@@ -1,5 +1,6 @@
 """An actor: a share of the environments, stepped in a thread of its own."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -127,6 +128,7 @@ class Actor:
       length: T of an unroll.
       refresh: take the newest parameters before every step, not once per unroll.
       workers: processes that step its environments.
+      timeout_s: an actor that has been in its environments for longer hangs.
     """
 
     def __init__(
@@ -139,9 +141,10 @@ class Actor:
         length: int,
         refresh: bool,
         workers: list[BaseProcess],
+        timeout_s: float,
     ) -> None:
         self.index, self.pools, self.phases, self.device = index, pools, phases, device
-        self._length, self._refresh, self._workers = length, refresh, workers
+        self._length, self._refresh, self._workers, self._timeout_s = length, refresh, workers, timeout_s
         self._handed: Handed | None = None
         self._variables: Variables = {}
         self._thread: threading.Thread | None = None
@@ -155,18 +158,20 @@ class Actor:
         self._thread.start()
 
     def join(self, deadline: float) -> None:
-        """Waits for the thread, if there is one, and closes the environments, unless the thread hangs in them.
+        """Waits for the thread, if there is one, and closes the environments, unless the thread is still in them.
 
-        Of a thread that hangs the worker processes are killed: if it waits for one of them, that ends it.
+        It closes them itself when it comes back. If it hangs, its worker processes are killed, which ends it if it
+        waits for one of them.
 
         Args:
           deadline: until when to wait, by `time.perf_counter`.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.perf_counter()))
-            if self._thread.is_alive() and self._workers:
+            if self._thread.is_alive() and self._workers and self.phases.in_environment_s() > self._timeout_s:
                 for process in self._workers:
-                    process.kill()
+                    with contextlib.suppress(ValueError):  # the environment has closed it
+                        process.kill()
                 self._thread.join(_KILLED_S)
         self._abandoned = self._thread is not None and self._thread.is_alive()
         if not self._abandoned:

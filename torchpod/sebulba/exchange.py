@@ -41,6 +41,11 @@ class Phases:
         """Which thread it is, once it runs."""
         self._seconds: dict[str, float] = {}
 
+    def in_environment_s(self) -> float:
+        """How long it has been in its environments; 0 if it does something else."""
+        doing, since = self.now
+        return time.perf_counter() - since if doing == "environment" else 0.0
+
     def enter(self, name: str) -> None:
         """Ends the phase that was, begins another."""
         (before, since), now = self.now, time.perf_counter()
@@ -169,9 +174,8 @@ class Exchange:
             actor, error = self._failure
             raise ActorError(f"actor thread {actor} failed: {sentence(error)}") from error
         for actor, phases in enumerate(self._phases):
-            doing, since = phases.now
-            waited = time.perf_counter() - since
-            if doing == "environment" and waited > self._timeout_s:
+            waited = phases.in_environment_s()
+            if waited > self._timeout_s:
                 tell_stack(phases.thread)
                 raise ActorError(
                     f"actor thread {actor} has waited {waited:.0f} s for a step of its {phases.environment} "

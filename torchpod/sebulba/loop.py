@@ -248,6 +248,7 @@ class Sebulba:
                     length=self.unroll_length,
                     refresh=self.config.refresh == "step",
                     workers=[process for own in self._workers[k * each : (k + 1) * each] for process in own],
+                    timeout_s=self.config.timeout_s,
                 )
             )
         return actors
