@@ -87,6 +87,8 @@ def test_an_environment_that_does_not_come_back_is_named_with_the_line_where_it_
         run(sebulba, state)
     assert time.perf_counter() - began < 10
     env.over.set()
+    for thread in threads():
+        thread.join(10)
     told = [text.strip() for text in capsys.readouterr().err.splitlines()]
     assert told[0] == "Stack of the thread that hangs (most recent call last):"
     assert "test_faults.py" in told[told.index(line) - 1]

@@ -419,7 +419,7 @@ def test_the_first_row_counts_no_compilation_as_time_of_the_actors(monkeypatch):
     [
         (["env=corridor.py:Corridor"], "set env.processes=true"),
         (["env=envpool", "env.task=CartPole-v1"], "raise env.num_threads"),
-        (["env=envpool", "env.task=CartPole-v1", "env.num_threads=2"], "raise loop.pools_per_actor"),
+        (["env=envpool", "env.task=CartPole-v1", "env.num_threads=2"], "they have a thread for every core"),
         (["env=cartpole"], "raise loop.num_actor_threads"),
     ],
 )
@@ -433,7 +433,7 @@ def test_the_progress_line_advises_what_the_run_can_do(env, advice, monkeypatch)
 
     if env[0] == "env=envpool":
         pytest.importorskip("envpool")
-        monkeypatch.setattr("torchpod.gxx.cores", lambda: 2)
+        monkeypatch.setattr("torchpod.progress.cores", lambda: 3)
     monkeypatch.setattr("torchpod.run.ConsoleSink", Sink)
     assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
     # PPO takes no lag of 2; SMALL has minibatches, and the default epochs.
