@@ -29,7 +29,7 @@ _POPULATION = (
     "networks' operators at the speed of the core's matrix products take 1.3 of the 1.7 ms of a minibatch, Adam 0.3; "
     "tried: weights as they are for 4 rows each, moments in one vector with aligned rows (docs/design.md, section 4)"
 )
-_HOST = "the host, beside 16 cores of which the GPU idles 0.9 of the time; what takes their rest was not measured"
+_HOST = "the host: the GPU idles 0.9 of the time; what takes the rest of the 16 cores was not measured"
 _COMPILE = Target(ratio=3.0)
 _WARM = Target(
     seconds=5.0,

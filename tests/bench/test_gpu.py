@@ -184,7 +184,7 @@ def test_targets_hold_up_to_4096_environments_and_from_65536_on():
     assert missed(row("impala_of_raw_Pong-v5/256x20", 0.9, unit="share")) == []
     (told,) = missed(row("impala_of_raw_Pong-v5/256x20", 0.86, unit="share"))
     assert told.startswith(
-        "impala_of_raw_Pong-v5/256x20: 0.86 share, the target is >= 0.9 share; the host: actors' Python"
+        "impala_of_raw_Pong-v5/256x20: 0.86 share, the target is >= 0.9 share; the host: the GPU idles"
     )
 
 
