@@ -51,15 +51,7 @@ def main(
     rounds: int = 3,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Measures, writes the result file, prints the rows.
-
-    Args:
-      json_path: where the rows go; None for bench/results/.
-      quick: one case and one round: whether everything works.
-      only: measure the rows whose names begin with this.
-      cases: what to measure.
-      rounds: runs of each.
-      overrides: more of them, for every run.
+    """Measures, writes the result file, prints the rows; the arguments are those of anakin.py, and of `train`.
 
     Returns:
       0, or 1 if a run failed.

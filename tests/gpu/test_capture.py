@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.interop.test_torchrl import reading_agent
+from tests.interop.test_fall_back import reading_agent
 from tests.replay.agents import AGENTS, CONTINUOUS, WITHOUT_PRIORITIES
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin, train
