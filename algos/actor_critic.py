@@ -188,8 +188,12 @@ class ActorCritic(Agent):
         return observation if self.normalizer is None else self.normalizer(observation)
 
     def _heads(self, features: Tensor, observation: Tree) -> tuple[Tensor, Tensor]:
-        value_features = features if self.value_encoder is None else self.value_encoder(observation)
-        policy, mask = self.policy(features), mask_of(observation)
-        if mask is not None:
+        if self.value_encoder is None:  # one layer of both, so that it is one network (mlp.py)
+            weight = torch.cat([self.policy.weight, self.value.weight])
+            bias = torch.cat([self.policy.bias, self.value.bias])
+            policy, value = nn.functional.linear(features, weight, bias).split([len(bias) - 1, 1], -1)
+        else:
+            policy, value = self.policy(features), self.value(self.value_encoder(observation))
+        if (mask := mask_of(observation)) is not None:
             policy = policy.masked_fill(~mask, -float("inf"))
-        return policy, self.value(value_features).squeeze(-1)
+        return policy, value.squeeze(-1)

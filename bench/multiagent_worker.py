@@ -302,17 +302,14 @@ def details(anakin: Anakin, state: RunState) -> dict[str, Any]:
     numbers = {g: [x for x in pytree.tree_leaves(o) if x.dtype != torch.bool] for g, o in seen.items()}  # no masks
     observed = {g: sum(x[0, 0].numel() for x in leaves) for g, leaves in numbers.items()}
     owners = {"everybody": [*groups]} if "everybody" in agent.policies else {g: [g] for g in groups}
-    policies = [
-        PolicyWork(
-            agents=sum(groups[g] for g in own),
-            observation_size=observed[own[0]],
-            fused=any(sizes[0] == observed[own[0]] for sizes in mlp.FUSED),
-            layers=[
-                (m.in_features, m.out_features) for m in agent.policies[name].modules() if isinstance(m, nn.Linear)
-            ],
-        )
-        for name, own in owners.items()
-    ]
+    policies = []
+    for name, own in owners.items():
+        size = observed[own[0]]
+        layers = [(m.in_features, m.out_features) for m in agent.policies[name].modules() if isinstance(m, nn.Linear)]
+        *hidden, policy, value = (outputs for _, outputs in layers)
+        fused = (size, *hidden, policy + value) in mlp.FUSED
+        agents = sum(groups[g] for g in own)
+        policies.append(PolicyWork(agents=agents, observation_size=size, layers=layers, fused=fused))
     pairs = 0
     if isinstance(env, TagContinuous):
         n = env.num_agents

@@ -133,11 +133,13 @@ def test_threads_share_out_rows_or_networks(population, generator):
         assert torch.equal(b, c)
 
 
-def test_ppo_is_recognised_alone_and_in_a_population():
+@pytest.mark.parametrize("shared", [False, True])
+def test_ppo_is_recognised_alone_and_in_a_population(shared):
+    """Policy and value: two networks, or one of both."""
     env = CartPole()
     for population in (1, 2):
         anakin = Anakin(
-            lambda: PPO(env.spec, PPOConfig()),
+            lambda: PPO(env.spec, PPOConfig(shared=shared)),
             env,
             num_envs=4,
             unroll_length=8,
@@ -147,9 +149,10 @@ def test_ppo_is_recognised_alone_and_in_a_population():
         )
         anakin.iterate(anakin.init(0))
         found = compiler.found
-        assert found["step"] == ["mlp3", "mlp3"]  # policy and value
-        assert found["_gradient_one"] == ["mlp3_backward"] * 2 + ["mlp3_kept"] * 2
-    assert {(4, 64, 64, 2), (4, 64, 64, 1)} <= mlp.FUSED
+        networks = 1 if shared else 2
+        assert found["step"] == ["mlp3"] * networks
+        assert found["_gradient_one"] == ["mlp3_backward"] * networks + ["mlp3_kept"] * networks
+    assert ({(4, 64, 64, 3)} if shared else {(4, 64, 64, 2), (4, 64, 64, 1)}) <= mlp.FUSED
 
 
 class Names(Compiler):

@@ -111,16 +111,41 @@ def test_a_run_folder_a_checkpoint_and_a_copied_file_are_the_same(first: Path, t
         assert equal(of("runner", agent.state_dict()), of("runner", weights(first))), source
 
 
-def test_a_resumed_run_reads_its_own_checkpoint_alone(first: Path, tmp_path: Path):
+SEBULBA = ("loop=sebulba", "loop.num_actor_threads=2", "loop.lag=1")
+
+
+@pytest.mark.parametrize("loop", [(), SEBULBA, ("compile=true",)], ids=["anakin", "sebulba", "compiled"])
+def test_a_resumed_run_reads_its_own_checkpoint_alone(loop: tuple[str, ...], first: Path, tmp_path: Path):
     source = shutil.copytree(first, tmp_path / "source")
     for name, trained in (("frozen", False), ("trained", True)):
-        straight = train(tmp_path / f"{name}-straight", from_(first, trained), iterations=4)
-        train(tmp_path / name, from_(source, trained))
+        straight = train(tmp_path / f"{name}-straight", from_(first, trained), *loop, iterations=4)
+        train(tmp_path / name, from_(source, trained), *loop)
         moved = source.rename(tmp_path / "moved")
         execute(load([f"resume={tmp_path / name}", f"total_env_steps={4 * STEPS}"]))
         moved.rename(source)
         assert equal(weights(tmp_path / name), weights(straight.dir))
         assert f"from: {source}" in (tmp_path / name / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("loop", [(), SEBULBA], ids=["anakin", "sebulba"])
+def test_separate_policies_and_their_schedules_go_on_to_the_bit(loop: tuple[str, ...], tmp_path: Path):
+    """On the plane, with values that see everybody, and settings of the policies' own."""
+    plane = (
+        "algo=mappo",
+        "env=tag_continuous",
+        "env.num_taggers=2",
+        "env.num_runners=3",
+        "env.num_other_agents_observed=2",
+    )
+    own = "algo.agent.policies={tagger:{entropy_coefficient:0.2},fast:{agents:[2],discount:0.9},slow:[3,4]}"
+    points = "algo.learner.schedules={learning_rate.fast:[[0,0.01],[96,0]],policies.slow.clip:[[32,0.2],[96,0.05]]}"
+    settings = (*plane, "env.grid_length=4", "env.tagging_distance=0.1", own, points, *loop)
+    straight = train(tmp_path / "straight", *settings, iterations=4)
+    train(tmp_path / "halves", *settings)
+    execute(load([f"resume={tmp_path / 'halves'}", f"total_env_steps={4 * STEPS}"]))
+    assert equal(weights(tmp_path / "halves"), weights(straight.dir))
+    assert straight.variables["policies.slow.clip"].item() == pytest.approx(0.05)
+    assert {name.split(".")[1] for name, _ in straight.agent.named_parameters()} == {"tagger", "fast", "slow"}
 
 
 def test_every_member_of_a_population_begins_with_it(first: Path, tmp_path: Path):

@@ -5,7 +5,7 @@ it go through no line of the function.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +73,14 @@ class _Place(NamedTuple):
         """Whether all that lies between its ends is its own."""
         return self.size.numel() == self.end() - self.first
 
-    def meets(self, other: "_Place") -> bool:
-        """Whether they lie in the same part of a storage that both are in."""
-        return self.first < other.end() and other.first < self.end()
+
+def _meeting(places: dict[int, _Place]) -> Iterator[tuple[int, int]]:
+    """Pairs of those that lie in the same part of the storage that all are in."""
+    before: list[tuple[int, int]] = []  # where each ends, and who it is
+    for i in sorted(places, key=lambda i: places[i].first):
+        before = [(end, j) for end, j in before if end > places[i].first]
+        yield from ((i, j) for _, j in before)
+        before.append((places[i].end(), i))
 
 
 def _place_of(x: Tensor) -> _Place:
@@ -101,6 +106,7 @@ class _Note:
         self.num_given, self.num_named = len(given), 0
         self.calls: list[Call | View] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
+        self._numbers: dict[_Place, int] = {}
         self._possible = True
         for x in given:
             self._name(x)
@@ -109,6 +115,7 @@ class _Note:
         """Gives a tensor its number."""
         place, storage = _place_of(x), StorageWeakRef(x.untyped_storage())
         self._known.setdefault(place.storage, []).append(_Known(place, self.num_named, storage))
+        self._numbers[place] = self.num_named
         self.num_named += 1
 
     def number_of(self, x: Tensor) -> int:
@@ -118,11 +125,9 @@ class _Note:
           LookupError: if it comes from elsewhere.
         """
         place = _place_of(x)
-        known = self._known.get(place.storage, [])
-        for tensor in reversed(known):
-            if tensor.place == place:
-                return tensor.number
-        for tensor in known:
+        if (number := self._numbers.get(place)) is not None:
+            return number
+        for tensor in self._known.get(place.storage, []):
             base = tensor.place
             if base.is_dense() and base.dtype == x.dtype and base.first <= place.first and place.end() <= base.end():
                 self.calls.append(View(tensor.number, self.num_named, x.shape, x.stride(), place.first - base.first))
@@ -173,9 +178,10 @@ class _Plan(Signature):
         places = list(map(_place_of, given))
         by_storage = sorted(range(len(given)), key=lambda i: places[i].storage)
         for _, group in itertools.groupby(by_storage, key=lambda i: places[i].storage):
-            for i, j in itertools.permutations(group, 2):
-                if places[i].is_dense() and places[i].meets(places[j]):
-                    self._shared.append((i, j, given[i].data_ptr() - given[j].data_ptr()))
+            for pair in _meeting({i: places[i] for i in group}):
+                for i, j in itertools.permutations(pair):
+                    if places[i].is_dense():
+                        self._shared.append((i, j, given[i].data_ptr() - given[j].data_ptr()))
         results = recording.results(reader(result)(result))
         self._calls, self._write = Calls(recording.calls, recording.num_given, results), writer(result)
 

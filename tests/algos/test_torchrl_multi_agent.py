@@ -321,6 +321,27 @@ def test_a_compiled_iteration_is_the_uncompiled_one(seed, recwarn):
         torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_hundred_iterations_compile_nothing_after_the_first(name, seed):
+    compiler = Compiler(True, max_compilations=100)
+    program = Anakin(
+        lambda: make(name, seed),
+        Meadow(max_episode_steps=5),
+        num_envs=B,
+        unroll_length=T,
+        num_iterations=100,
+        learner=LEARNER,
+        compiler=compiler,
+    )
+    state, compiled = program.init(seed), []
+    for _ in range(100):
+        state, _ = program.iterate(state)
+        compiled.append(sum(len(fn._programs) for fn in compiler._made))
+    assert state.learner.num_steps == 100 and state.learner.healthy
+    assert 0 < compiled[0] == compiled[-1] and not compiler.fell_back
+
+
 @pytest.mark.parametrize(
     "env",
     [

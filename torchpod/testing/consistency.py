@@ -70,6 +70,7 @@ def check_consistency(
     seed: int = 0,
     rtol: float = 1e-5,
     atol: float = 1e-6,
+    reward_atol: float | None = None,
     compile: bool = False,
     capture: bool = False,
     device: torch.device | str = "cpu",
@@ -84,6 +85,7 @@ def check_consistency(
       seed: of starts and actions.
       rtol: relative tolerance of observations, rewards and discounts: |a - b| <= atol + rtol |b|.
       atol: absolute tolerance.
+      reward_atol: that of rewards; by default the same.
       compile: compare the compiled step.
       capture: step as Anakin does, in static buffers, and on CUDA in a graph (graph.py).
       device: of the tensor environment.
@@ -98,7 +100,8 @@ def check_consistency(
     if num_envs < 1 or (num_steps is not None and num_steps < 1):
         raise ValueError(f"num_envs={num_envs} and num_steps={num_steps} must be at least 1.")
     num_steps = num_steps or min(2 * (env.spec.max_episode_steps or 100) + 2, 1000)
-    rows = [_Row(env, copy.deepcopy(reference), i, rtol, atol) for i in range(num_envs)]
+    tolerance = _Tolerance(rtol, atol, atol if reward_atol is None else reward_atol)
+    rows = [_Row(env, copy.deepcopy(reference), i, tolerance) for i in range(num_envs)]
     keys, action_keys = (random.split(random.fold_in(random.key(seed, device), i), num_envs) for i in range(2))
     init, step = _told(env.init), _told(Compiler(compile)(env.step))
     with torch.no_grad():
@@ -147,11 +150,17 @@ def _captured(step: Callable[..., Tree], *args: Tree) -> Callable[..., Tree]:
     return replayed
 
 
+class _Tolerance(NamedTuple):
+    rtol: float
+    atol: float
+    reward_atol: float
+
+
 class _Row:
     """One environment of the batch beside its reference."""
 
-    def __init__(self, env: Env, reference: Any, index: int, rtol: float, atol: float) -> None:
-        self._spec, self._reference, self._index, self._rtol, self._atol = env.spec, reference, index, rtol, atol
+    def __init__(self, env: Env, reference: Any, index: int, tolerance: _Tolerance) -> None:
+        self._spec, self._reference, self._index, self._tolerance = env.spec, reference, index, tolerance
         self._takes_key = len(inspect.signature(reference.step).parameters) > 1
         self._began = 0
         self.num_steps, self.num_episodes, self.largest = 0, 0, 0.0
@@ -211,6 +220,8 @@ class _Row:
             raise ConsistencyError(f"{self._where(step)}: {what} is {came}, the reference says {expected}.")
 
     def _compare(self, step: int, what: str, came: Tree, expected: Tree, repair: str = "") -> None:
+        rtol, atol, reward_atol = self._tolerance
+        atol = reward_atol if what == "reward" else atol
         leaves, others = named_leaves(came, what), dict(_entries(expected, what))
         names = [name for name, _ in leaves]
         if set(names) != set(others):
@@ -225,12 +236,12 @@ class _Row:
                 )
             a, b = a.astype(np.float64), b.astype(np.float64)
             error = np.abs(a - b)
-            wrong = ~(error <= self._atol + self._rtol * np.abs(b))  # NaN is wrong
+            wrong = ~(error <= atol + rtol * np.abs(b))  # NaN is wrong
             if wrong.any():
                 index = tuple(int(i) for i in np.argwhere(wrong)[0])
                 raise ConsistencyError(
                     f"{self._where(step)}{_place(self._spec, index)}: {name} is {a[index]:.9g}, the reference says "
-                    f"{b[index]:.9g} (rtol={self._rtol:g}, atol={self._atol:g}; {wrong.sum()} of {wrong.size} differ)"
+                    f"{b[index]:.9g} (rtol={rtol:g}, atol={atol:g}; {wrong.sum()} of {wrong.size} differ)"
                     f"{repair}."
                 )
             self.largest = max(self.largest, float(error.max(initial=0.0)))
