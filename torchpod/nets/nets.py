@@ -6,7 +6,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,10 @@ def make_activation(name: str) -> nn.Module:
     return ACTIVATIONS[name]()
 
 
-def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2.0)) -> nn.Module:
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+def orthogonal(layer: Layer, gain: float = math.sqrt(2.0)) -> Layer:
     """Orthogonal weight and zero bias, as in Andrychowicz et al. 2021 (https://arxiv.org/abs/2006.05990)."""
     nn.init.orthogonal_(layer.weight, gain)
     if layer.bias is not None:
