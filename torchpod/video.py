@@ -87,7 +87,9 @@ def _write_gif(path: Path, frames: Iterator[Frame], fps: int) -> None:
     """Durations are in hundredths of a second: 30 frames per second become 33."""
     from PIL import Image
 
-    images = (Image.fromarray(frame).quantize(256, dither=Image.Dither.NONE) for frame in frames)
+    images = (
+        Image.fromarray(frame).quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) for frame in frames
+    )
     first = next(images)
     duration = 10 * round(100 / fps)
     first.save(path, "gif", save_all=True, append_images=images, duration=duration, loop=0)
