@@ -58,6 +58,7 @@ CASES = (
     Case("sac_pendulum", ("experiment=sac_pendulum", "algo.replay.capacity=8192"), 64, 8),
     Case("r2d2_memory_chain", ("experiment=r2d2_memory_chain", "algo.replay.capacity=8192"), 64, 8),
     Case("impala_catch", ("experiment=impala_catch",), 64, 8),
+    Case("ia2c_tag_gridworld", ("experiment=ia2c_tag_gridworld",), 2000, 16),
 )
 
 
