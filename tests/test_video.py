@@ -9,8 +9,9 @@ import torch
 
 from tests.test_evaluate import Lives, make
 from torchpod import random
+from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.env import HostEnv
-from torchpod.envs import CartPole, Catch
+from torchpod.envs import CartPole, Catch, CovidEconomy, TagContinuous
 from torchpod.evaluate import evaluate
 from torchpod.recording import record_episode
 from torchpod.render import drawing_of, frame_size
@@ -51,6 +52,18 @@ def test_a_video_can_be_read_back(env, suffix, tmp_path, seed):
     assert rate == pytest.approx(drawing_of(env).fps, rel=0.15)  # a GIF counts hundredths of a second
     assert np.abs(frames.astype(int) - np.stack(expected)).mean() < 4
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("env", [TagContinuous(2, 10, max_episode_steps=9), CovidEconomy(9)], ids=["tag", "covid"])
+def test_a_gif_has_the_colours_that_were_drawn(env, tmp_path, seed):
+    """The 256 of a frame are none far from any that is there, be it of a few small discs."""
+    torch.manual_seed(seed)
+    agent = IPPO(env.spec, IPPOConfig(hidden=(8,)))
+    recording = record_episode(agent, env, agent.state_dict(), random.key(seed), num_episodes=1, explore=True)
+    expected = np.stack([frame for frame, _ in play(env, recording)]).astype(int)
+    record(tmp_path / "episode.gif", env, recording)
+    frames, _ = read(tmp_path / "episode.gif")
+    assert np.abs(frames - expected).max() <= 16
 
 
 def test_an_episode_goes_on_to_the_end_of_the_game(seed):

@@ -14,7 +14,7 @@ from torchpod.bench import floor, harness, multiagent
 from torchpod.bench import multiagent_worker as worker
 from torchpod.bench.floor import Gpu
 from torchpod.bench.harness import Worker
-from torchpod.bench.multiagent import CPU_CASES, CUDA_CASES, MOST_WITH_FULL, WARPDRIVE, Case
+from torchpod.bench.multiagent import CPU_CASES, CUDA_CASES, GRID, MOST_WITH_FULL, PLANE, WARPDRIVE, Case
 from torchpod.compile import Compiler
 from torchpod.envs import CovidEconomy
 from torchpod.testing import check_consistency
@@ -244,15 +244,16 @@ def test_the_peers_say_what_they_need():
 
 
 @pytest.mark.slow
-def test_a_thousand_agents_take_the_memory_that_is_promised():
+@pytest.mark.parametrize(("game", "sizes", "most"), [(GRID, (15, 60), 280), (PLANE, (2, 6), 800)])
+def test_a_thousand_agents_take_the_memory_that_is_promised(game, sizes, most):
     """Of each agent and step of the unroll, from the difference of two sizes: docs/multi-agent.md."""
 
     def memory(num_envs):
         command = [sys.executable, "-m", "torchpod.bench.multiagent_worker", "--num-agents", "1000"]
-        command += ["--game", "tag_gridworld", "--mode", "update", "--seconds", "0.01", "--repeats", "1"]
+        command += ["--game", game, "--mode", "update", "--seconds", "0.01", "--repeats", "1"]
         done = subprocess.run([*command, "--num-envs", str(num_envs)], capture_output=True, text=True, check=True)
         measured = json.loads(done.stdout)
         return measured["memory_bytes"], measured["unroll_length"]
 
-    (few, length), (many, _) = memory(15), memory(60)
-    assert 50 < (many - few) / (45 * 1000 * length) <= 280
+    (few, length), (many, _) = map(memory, sizes)
+    assert 50 < (many - few) / ((sizes[1] - sizes[0]) * 1000 * length) <= most
