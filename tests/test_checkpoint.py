@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -326,3 +327,16 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_no_rest(
     )
     assert digests(tmp_path) == before
     assert save(tmp_path, 2).is_dir()
+
+
+def test_a_disk_that_is_full_while_tensors_are_written_is_named_too(tmp_path: Path):
+    """By torch's own writer, whose error is about positions in a file."""
+    state = make_state()._replace(params={"policies.a.weight": torch.ones(100_000)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"0000000001 cannot be written \(File too large\); free some space, or"):
+            save(tmp_path, 1, state=state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert save(tmp_path, 1, state=state).is_dir()

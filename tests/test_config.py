@@ -43,7 +43,7 @@ def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
         pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
     if override == "env=pettingzoo":
         pytest.importorskip("mpe2", reason="the extra `pettingzoo`, or the package mpe2, is not installed")
-    if override == "env=brax" and importlib.util.find_spec("brax") is None:
+    if "brax" in override and importlib.util.find_spec("brax") is None:
         pytest.skip("the extra `brax` is not installed")
     many = ("env=covid_economy", "env=tag_continuous", "env=tag_gridworld", "env=pettingzoo")
     host = ["algo=ippo"] if override in many else []
@@ -51,7 +51,7 @@ def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
     host += ["env=tag_gridworld"] if override in groups else []
     on_host = [f"env={x}" for x in ("brax", "envpool", "gymnasium", "pettingzoo")]
     host += ["loop=sebulba"] if override in on_host else []
-    host += ["env.task=fast"] if override == "env=brax" else []  # others take long to compile
+    host += ["env.task=fast"] if "brax" in override else []  # others take long to compile
     continuous = [f"algo={x}" for x in ("apg", "ddpg", "shac", "td3")] + [f"loss={x}" for x in CONTINUOUS]
     host += ["env=pendulum"] if override in continuous else []
     slow = override in many[:2] or "ia2c_" in override  # to evaluate, for as long as an episode lasts
@@ -222,6 +222,41 @@ def refused(overrides: list[str]) -> str:
 )
 def test_what_cannot_work_is_refused_with_one_sentence(override: str, message: str):
     assert message in refused([override])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train:no", "runner.train='no': expected true or false."),
+        ("clip:-1", "runner.clip=-1.0 must lie from 0 to inf."),
+        ("discount:2.0", "runner.discount=2.0 must lie from 0 to 1."),
+        ('normalize_observation:"false"', "runner.normalize_observation='false': expected true or false."),
+        ("entropy_coefficient:abc", "runner.entropy_coefficient='abc': expected a number."),
+        ("hidden:64", "runner.hidden=64: expected a list, each an integer."),
+        ("recurrent:yes", "runner.recurrent='yes': expected an integer."),
+    ],
+)
+def test_settings_of_a_policy_are_checked_as_those_of_all_are(setting: str, message: str):
+    settings = ["algo=ippo", "env=tag_gridworld", f"algo.agent.policies={{runner:{{{setting}}}}}"]
+    assert refused(settings) == f"algo.agent.policies.{message}"
+
+
+def test_members_of_a_policy_are_checked_too():
+    settings = ["algo=ippo", "env=tag_gridworld", "population=2", "+members={policies.runner.clip:[-1,0.2]}"]
+    assert refused(settings) == "members.policies.runner.clip=[-1.0, 0.2] must lie from 0 to inf."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algo=dqn", "algo.replay.alpha=0.2"], "algo.replay.alpha is of prioritised replay; add algo.replay.priorit"),
+        (["algo=dqn", "algo.replay.min_size=-5"], "algo.replay.min_size=-5 must lie from 0 to inf."),
+        (["algo=ppo", "loop=sebulba", "logger.phases=true"], "logger.phases=true is for loop=anakin; leave it out."),
+    ],
+)
+def test_settings_without_effect_are_refused(overrides: list[str], message: str):
+    assert message in refused(overrides)
+    load([*overrides, "algo.replay.prioritised=true"] if "alpha" in message else [overrides[0]])
 
 
 @pytest.mark.parametrize(("steps", "updates"), [("32", 8), ("0.25", 1024), ("256", 1), ("51.2", 5)])

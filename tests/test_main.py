@@ -92,6 +92,7 @@ def test_an_unknown_command_is_refused(call: Call):
             "torchpod eval: the following arguments are required: run; torchpod eval --help shows what it takes.",
         ),
         (("check", "cartpole"), "torchpod check: the following arguments are required: reference; torchpod check --he"),
+        (("doctor", "foo"), "torchpod doctor: unrecognized arguments: foo; torchpod doctor --help shows what it takes"),
         (("plot", "run", "--outt", "x"), "torchpod plot: unrecognized arguments: --outt x; torchpod plot --help shows"),
         (("autoscale", "--seconds", "soon"), "torchpod autoscale: argument --seconds: invalid float value: 'soon'; to"),
     ],

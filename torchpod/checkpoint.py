@@ -236,7 +236,11 @@ def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     with path.open("wb") as file:
         # clones: a view would be saved with the whole memory behind it
-        torch.save({name: value.cpu().clone() for name, value in tensors.items()}, file)
+        copies = {name: value.cpu().clone() for name, value in tensors.items()}
+        try:
+            torch.save(copies, file)
+        except RuntimeError as error:  # torch's writer closes what it could not write, and fails at that
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         file.flush()
         os.fsync(file.fileno())
 

@@ -72,6 +72,7 @@ _RANGES = {
     "target_interval": (1, float("inf")),
     "target_noise_clip": (0.0, float("inf")),
     "num_quantiles": (1, float("inf")),
+    "min_size": (0, float("inf")),
 }
 """Of hyperparameters, whether of the learner, of an agent or of members of a population."""
 
@@ -222,7 +223,12 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     given = tuple(map(_key, overrides))
     if {"algo.env_steps_per_update", "algo.learner.num_minibatches"} <= set(given):
         raise ConfigError("algo.env_steps_per_update sets algo.learner.num_minibatches; give one of them, not both.")
-    return dataclasses.replace(from_dict(settings), given=given)
+    config = dataclasses.replace(from_dict(settings), given=given)
+    for name in ("algo.replay.alpha", "algo.replay.beta"):
+        replay, field = config.algo.replay, name.rpartition(".")[2]
+        if replay is not None and not replay.prioritised and getattr(replay, field) != getattr(ReplayConfig(), field):
+            raise ConfigError(f"{name} is of prioritised replay; add algo.replay.prioritised=true, or leave it out.")
+    return config
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainConfig:
@@ -244,15 +250,17 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(f"device={config.device} is not known; use cpu, cuda or cuda:INDEX.")
     if config.run_dir == "":
         raise ConfigError("run_dir is empty; name a folder, or leave it out.")
-    _check_ranges(dataclasses.asdict(config.algo.learner), "algo.learner.")
-    _check_ranges(config.algo.agent, "algo.agent.")
+    check_ranges(dataclasses.asdict(config.algo.learner), "algo.learner.")
+    check_ranges(config.algo.agent, "algo.agent.")
     _check_schedules(config.algo.learner.schedules or {})
     if config.algo.replay is not None:
-        _check_ranges(dataclasses.asdict(config.algo.replay), "algo.replay.")
+        check_ranges(dataclasses.asdict(config.algo.replay), "algo.replay.")
     if not config.checkpoint.interval_s >= 0:
         raise ConfigError(f"checkpoint.interval_s={config.checkpoint.interval_s} must be at least 0.")
     if config.loop.name not in ("anakin", "sebulba"):
         raise ConfigError(f"loop={config.loop.name} is not known; use loop=anakin or loop=sebulba.")
+    if config.logger.phases and config.loop.name == "sebulba":
+        raise ConfigError("logger.phases=true is for loop=anakin; leave it out.")
     if config.loop.num_actor_threads < 0 or (config.loop.lag != "free" and config.loop.lag < 0):
         raise ConfigError("loop.num_actor_threads and loop.lag must be at least 0 (or loop.lag=free).")
     if not config.loop.timeout_s > 0:
@@ -262,7 +270,7 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
             raise ConfigError(
                 f"members.{name}={list(column)} must be a list of population={config.population} numbers."
             )
-    _check_ranges(config.members, "members.")
+    check_ranges(config.members, "members.")
     config = _paced(config)
     _check_minibatches(config)
     return config
@@ -303,11 +311,13 @@ def _check_minibatches(config: TrainConfig) -> None:
         )
 
 
-def _check_ranges(values: Mapping[str, Any], prefix: str) -> None:
+def check_ranges(values: Mapping[str, Any], prefix: str) -> None:
+    """Refuses numbers that hyperparameters of their names, those of policies too, cannot have."""
     for name, value in values.items():
-        low, high = _RANGES.get(name, (-float("inf"), float("inf")))
+        kind = name.rpartition(".")[2]
+        low, high = _RANGES.get(kind, (-float("inf"), float("inf")))
         numbers = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
-        if name in _RANGES and not all(low <= number <= high for number in numbers):
+        if kind in _RANGES and not all(low <= number <= high for number in numbers):
             shown = list(value) if isinstance(value, tuple) else value
             raise ConfigError(f"{prefix}{name}={shown} must lie from {low:g} to {high:g}.")
 
@@ -459,12 +469,17 @@ def _keys(tree: Any, prefix: str = "") -> list[str]:
 
 def build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     """A dataclass from a mapping, each value checked against the type of its field."""
+    return cls(**typed(cls, values, prefix))
+
+
+def typed(cls: Any, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Values as the fields of a dataclass want them."""
     hints = typing.get_type_hints(cls)
     names = {f.name for f in dataclasses.fields(cls)}
     for name in values:
         if name not in names:
             raise ConfigError(f"{prefix}{name} is no setting; {nearest(name, names)}")
-    return cls(**{name: _cast(hints[name], value, prefix + name) for name, value in values.items()})
+    return {name: _cast(hints[name], value, prefix + name) for name, value in values.items()}
 
 
 def _cast(hint: Any, value: Any, name: str) -> Any:

@@ -1,5 +1,6 @@
 """Exports the greedy policy of a run folder: a program of `torch.export` that needs no torchpod to run."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,11 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
     program, arguments = _exported(policy, pytree.tree_map(torch.clone, timestep.observation))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        torch.export.save(program, out)
-    except (OSError, RuntimeError) as error:
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise OSError(f"{out} cannot be written ({why}); name another file with --out FILE.pt2.") from error
+        written = io.BytesIO()  # to a file that cannot be written, torch's writer ends the process
+        torch.export.save(program, written)
+        out.write_bytes(written.getvalue())
+    except OSError as error:
+        raise OSError(f"{out} cannot be written ({error.strerror}); name another file with --out FILE.pt2.") from error
     takes = ", ".join(f"{name} {_described(value)}" for name, value in arguments.items())
     gives = "(action, state)" if policy.has_state else "action"
     return f"wrote {out}: ({takes}) -> {gives}, of checkpoint {folder.name}"

@@ -76,7 +76,10 @@ def _report(error: Exception) -> None:
     else:
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        print(f"torchpod: error: {where}{error}{notes}", file=sys.stderr)
+        told = str(error)
+        if isinstance(error, OSError) and error.strerror is not None:  # Python's own
+            told = f"{error.filename or 'a file'}: {error.strerror}; name a folder that exists, and has space."
+        print(f"torchpod: error: {where}{told}{notes}", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -262,6 +265,7 @@ def _list(rest: list[str]) -> int:
 def _doctor(rest: list[str]) -> int:
     from torchpod.doctor import doctor
 
+    Parser("torchpod doctor", description="Says what works on this machine, and why not.").parse_args(rest)
     return doctor()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchpod import algos, envs
 from torchpod.agent import Agent
-from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, nearest
+from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, check_ranges, nearest, typed
 from torchpod.env import Env, close_all
 from torchpod.envs.host import TorchRL
 from torchpod.envs.transforms import TRANSFORMS
@@ -123,6 +123,8 @@ def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
         if not has_default and field.name not in config.agent:
             raise ConfigError(f"algo={config.name} needs a setting; add +algo.agent.{field.name}=VALUE.")
     agent_config = build(config_class, config.agent, "algo.agent.")
+    if getattr(agent_config, "policies", None):
+        agent_config = dataclasses.replace(agent_config, policies=_checked(agent_config))
 
     def make() -> Agent:
         try:
@@ -136,6 +138,20 @@ def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
             ) from error
 
     return make
+
+
+def _checked(config: Any) -> dict[str, Any]:
+    """The policies of an agent's settings, each of their own settings as that of all must be."""
+    found = dict(config.policies)
+    for policy, given in found.items():
+        if isinstance(given, Mapping):
+            where, known = f"algo.agent.policies.{policy}.", {f.name for f in dataclasses.fields(config)} - {"policies"}
+            if not isinstance(given.get("train", True), bool):
+                raise ConfigError(f"{where}train={given['train']!r}: expected true or false.")
+            own = typed(type(config), {name: value for name, value in given.items() if name in known}, where)
+            check_ranges(own, where)
+            found[policy] = {**given, **own}
+    return found
 
 
 def _config_class(agent_class: Any, name: str) -> type:

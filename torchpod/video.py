@@ -78,6 +78,9 @@ def write_video(path: Path, frames: Iterable[Frame], fps: int) -> None:
     try:
         WRITERS[path.suffix](part, iter(frames), fps)
         part.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()

@@ -24,6 +24,7 @@ _ANSWERS = {
     "reset": ("observation", "info"),
     "step": ("observation", "reward", "terminated", "truncated", "info"),
 }
+MASK = "action_mask"
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
 
@@ -37,7 +38,8 @@ class Gymnasium:
     Float actions are clipped to their bounds; where bounds differ from entry to entry, the spec says [-1, 1] and
     actions are scaled. Integers in a Box are numbered and become one Discrete, or a MultiDiscrete if that had more than
     10,000 values; a Tuple of Discrete is a MultiDiscrete. A Tuple that is observed is a dict, with the names "0", "1",
-    ...
+    ... An `action_mask` in a Dict that is observed, of any numbers, says which actions are allowed: one entry per value
+    of a Discrete, of a MultiDiscrete those of all choices side by side.
 
     Args:
       task: a registered id such as "CartPole-v1", or a function without arguments that returns a `gymnasium.Env`
@@ -124,14 +126,16 @@ class Gymnasium:
             raise RuntimeError(
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error
-        except (ValueError, TypeError, AttributeError) as error:  # perhaps of NumPy, which names no environment
-            if not self._processes and ("unpack" in str(error) or "'items'" in str(error)):
+        except (ValueError, TypeError, AttributeError, LookupError) as error:  # perhaps of NumPy
+            if not self._processes and any(x in str(error) for x in ("unpack", "'items'", "with a sequence")):
                 env = self._envs.envs[0].unwrapped
                 complete(env.reset(), "reset", self.spec.name)
                 complete(env.step(env.action_space.sample()), "step", self.spec.name)
             space = self._envs.single_observation_space
             for observation in getattr(self._envs, "_env_obs", ()):
-                if (wrong := misshapen(observation, space)) is not None:
+                if self._pending == "reset" and observation is None:  # not reset yet
+                    continue
+                if (wrong := misfit(observation, space)) is not None:
                     raise ValueError(f"{self.spec.name} gave an observation {wrong}; make them agree.") from error
             raise
 
@@ -179,12 +183,20 @@ class Gymnasium:
         limit = probe.spec.max_episode_steps if probe.spec is not None else None
         observation = spec_of(probe.observation_space, f"{name}: observation_space")
         action, to_native = action_of(probe.action_space, f"{name}: action_space")
+        observation = masked(observation, action, f"{name}: observation_space")
         spec = EnvSpec(name, observation, action, limit, truncates_early=True)
         return spec, lambda action: to_native(action.numpy())
 
     def _timestep(self, observation: Any, *outcome: np.ndarray) -> TimeStep:
         tensors = to_tensors(observation, self.spec.observation)
         timestep, self._was_last = host_timestep(tensors, self._was_last, *outcome)
+        if isinstance(tensors, dict) and MASK in tensors:
+            tensors[MASK], stuck = opened(tensors[MASK], self.spec.action, ~self._was_last)
+            if stuck is not None:
+                raise ValueError(
+                    f"{self.spec.name} gave an action_mask that allows nothing in choice {stuck[1]}, in environment "
+                    f"{stuck[0]}; allow something, or end the episode."
+                )
         return timestep
 
 
@@ -206,9 +218,11 @@ def _repeating(env: Any, num: int) -> Any:
 
 
 def complete(answer: Any, method: str, name: str) -> Any:
-    """What `reset` or `step` returned; raises `ValueError` if it is not as many values as Gymnasium asks for."""
+    """What `reset` or `step` returned; raises `ValueError` if it is not what Gymnasium asks for."""
     wanted = _ANSWERS[method]
     if isinstance(answer, tuple) and len(answer) == len(wanted):
+        if method == "step" and (shape := np.shape(answer[1])) != ():
+            raise ValueError(f"{name} gave a reward of shape {list(shape)}; give a number.")
         return answer
     came = f"{len(answer)} values" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
     raise ValueError(
@@ -217,18 +231,25 @@ def complete(answer: Any, method: str, name: str) -> Any:
     )
 
 
-def misshapen(observation: Any, space: Any) -> str | None:
-    """Which part of an observation has another shape than in its space; None if none has."""
+def misfit(observation: Any, space: Any) -> str | None:
+    """Which part of an observation is not there, or has another shape or type than in its space; None if all fit."""
     from gymnasium import spaces
 
-    if observation is None:
-        return None
     if isinstance(space, spaces.Dict | spaces.Tuple):
-        inner = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
-        parts = (misshapen(observation[name], part) for name, part in inner)
-        return next((part for part in parts if part is not None), None)
-    found = np.shape(observation)
-    return None if found == space.shape else f"of shape {list(found)}, and the space says {list(space.shape)}"
+        inner: dict[Any, Any] = dict(space.items() if isinstance(space, spaces.Dict) else enumerate(space))
+        parts = observation if isinstance(observation, tuple | list) else ()
+        there: dict[Any, Any] = observation if isinstance(observation, dict) else dict(enumerate(parts))
+        if missing := inner.keys() - there.keys():
+            return f"without {min(missing)!r}, which its space has"
+        wrong = (misfit(there[name], part) for name, part in inner.items())
+        return next((part for part in wrong if part is not None), None)
+    if observation is None:
+        return f"that is None, and the space says {list(space.shape)}"
+    found = np.asarray(observation)
+    if found.shape != space.shape:
+        return f"of shape {list(found.shape)}, and the space says {list(space.shape)}"
+    fits = space.dtype is None or np.can_cast(found.dtype, space.dtype, "same_kind")
+    return None if fits else f"of {found.dtype}, and the space says {space.dtype}"
 
 
 def _in_worker(make: Callable[[], Any], name: str) -> Any:
@@ -250,7 +271,7 @@ def _checked(env: Any, name: str) -> Any:
             return self.seen(*complete(self.env.step(action), "step", name))
 
         def seen(self, observation: Any, *rest: Any) -> Any:
-            if (wrong := misshapen(observation, self.observation_space)) is not None:
+            if (wrong := misfit(observation, self.observation_space)) is not None:
                 raise ValueError(f"{name} gave an observation {wrong}; make them agree.")
             return observation, *rest
 
@@ -370,6 +391,40 @@ def spec_of(space: Any, where: str) -> SpecTree:
         channels_first = len(space.shape) == 3 and dtype == torch.uint8 and space.shape[0] < min(space.shape[1:])
         return Array((*space.shape[1:], space.shape[0]) if channels_first else space.shape, dtype)
     raise ValueError(f"{where} is {space}; use Box, Discrete, MultiBinary, or Dict and Tuple of these.")
+
+
+def masked(observation: SpecTree, action: Box | Discrete | MultiDiscrete, where: str) -> SpecTree:
+    """With a mask of bools, if there is one.
+
+    Raises:
+      ValueError: if it has not one entry per value.
+    """
+    if not isinstance(observation, dict) or MASK not in observation:
+        return observation
+    given = observation[MASK].shape
+    if given != (sum(_choices(action)),):
+        raise ValueError(f"{where}: action_mask is {list(given)}, and the action {action}; give one entry per value.")
+    return observation | {MASK: Array(given, torch.bool)}
+
+
+def opened(mask: Tensor, action: SpecTree, acts: np.ndarray) -> tuple[Tensor, tuple[int, int] | None]:
+    """A mask `[B, A]` that leaves a policy something in each choice: who does not act may do what it likes.
+
+    Returns:
+      The mask; and row and choice where somebody of `acts`, `[B]` bool, is allowed nothing, None if there is none.
+    """
+    parts, stuck = [], None
+    for i, part in enumerate(mask.split(_choices(action), -1)):
+        nothing = ~part.any(-1)
+        rows = np.flatnonzero(nothing.numpy() & acts)
+        stuck = (int(rows[0]), i) if stuck is None and rows.size else stuck
+        parts.append(part | nothing[:, None])
+    return torch.cat(parts, -1), stuck
+
+
+def _choices(action: SpecTree) -> list[int]:
+    """How many values each choice has, side by side in a mask."""
+    return list(action.nvec) if isinstance(action, MultiDiscrete) else [getattr(action, "num_values", 0)]
 
 
 def to_tensors(observation: Any, spec: SpecTree) -> Tree:

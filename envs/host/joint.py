@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import turn_based_aec_to_parallel_wrapper
 
-from torchpod.envs.host.gymnasium import misshapen
+from torchpod.envs.host.gymnasium import misfit
 
 Groups = dict[str, list[Any]]
 """The agents of each group, in the order of their rows."""
@@ -59,6 +59,8 @@ class Joint(gymnasium.Env):
         chosen = {a: rows[g][i] for g, x in self.groups.items() for i, a in enumerate(x) if a in listed}
         observation, reward, terminated, truncated, _ = self.env.step(chosen)
         alive = {a for a in self.env.agents if not (terminated.get(a) or truncated.get(a))}
+        for agent in (alive & listed) - reward.keys():
+            raise ValueError(f"{self.name} gave {agent} no reward; give everybody one who is in its agents.")
         over = not alive
         if over:
             alive = {a for a in before if truncated.get(a) and not terminated.get(a)}
@@ -96,7 +98,7 @@ class Joint(gymnasium.Env):
             return concatenate(space, rows, create_empty_array(space, len(agents)))
         except ValueError as error:
             for agent, row in zip(agents, rows, strict=True):
-                if (wrong := misshapen(row, space)) is not None:
+                if (wrong := misfit(row, space)) is not None:
                     raise ValueError(f"{self.name} gave {agent} an observation {wrong}; make them agree.") from error
             raise
 

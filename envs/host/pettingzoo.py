@@ -8,15 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod.envs.host.gymnasium import Gymnasium, action_of, grouped_timestep, spec_of, to_tensors
-from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
+from torchpod.envs.host.gymnasium import (
+    MASK,
+    Gymnasium,
+    action_of,
+    grouped_timestep,
+    masked,
+    opened,
+    spec_of,
+    to_tensors,
+)
+from torchpod.specs import EnvSpec
 from torchpod.types import TimeStep, Tree
-
-MASK = "action_mask"
 
 
 class PettingZoo(Gymnasium):
@@ -90,7 +96,7 @@ class PettingZoo(Gymnasium):
         for group in probe.groups:
             action[group], to_native[group] = action_of(probe.acts[group], f"{probe.name}: action_space of {group}")
             where = f"{probe.name}: observation_space of {group}"
-            observation[group] = _masked(spec_of(probe.seen[group], where), action[group], where)
+            observation[group] = masked(spec_of(probe.seen[group], where), action[group], where)
         sizes = {group: len(agents) for group, agents in probe.groups.items()}
 
         def native(actions: dict[str, Tensor]) -> dict[str, Any]:
@@ -119,18 +125,14 @@ class PettingZoo(Gymnasium):
 
     def _opened(self, group: str, mask: Tensor, acts: np.ndarray) -> Tensor:
         """A mask `[B * N, A]` that leaves a policy something in each choice: who does not act may do what it likes."""
-        parts = []
-        for part in mask.split(_choices(self.spec.action[group]), -1):
-            nothing = ~part.any(-1)
-            stuck = nothing.numpy().reshape(acts.shape) & acts
-            if stuck.any() and not self._in_turns:
-                env, agent = np.argwhere(stuck)[0].tolist()
-                raise ValueError(
-                    f"{self.spec.name} gave {self._members[group][agent]} an action_mask that allows nothing in choice "
-                    f"{len(parts)}, in environment {env}; allow everybody something who is in its agents."
-                )
-            parts.append(part | nothing[:, None])
-        return torch.cat(parts, -1)
+        mask, stuck = opened(mask, self.spec.action[group], acts.flatten())
+        if stuck is not None and not self._in_turns:
+            (env, agent), choice = divmod(stuck[0], acts.shape[1]), stuck[1]
+            raise ValueError(
+                f"{self.spec.name} gave {self._members[group][agent]} an action_mask that allows nothing in choice "
+                f"{choice}, in environment {env}; allow everybody something who is in its agents."
+            )
+        return mask
 
 
 def _made(task: str | Callable[[], Any], options: dict[str, Any]) -> Any:
@@ -162,18 +164,3 @@ def _pettingzoo() -> Any:
         return importlib.import_module("pettingzoo")
     except ImportError as error:
         raise ImportError("PettingZoo needs the package pettingzoo: pip install 'torchpod-rl[pettingzoo]'.") from error
-
-
-def _masked(observation: SpecTree, action: Box | Discrete | MultiDiscrete, where: str) -> SpecTree:
-    """With a mask of bools, if there is one."""
-    if not isinstance(observation, dict) or MASK not in observation:
-        return observation
-    given = observation[MASK].shape
-    if given != (sum(_choices(action)),):
-        raise ValueError(f"{where}: action_mask is {list(given)}, and the action {action}; give one entry per value.")
-    return observation | {MASK: Array(given, torch.bool)}
-
-
-def _choices(action: SpecTree) -> list[int]:
-    """How many values each choice has, side by side in a mask."""
-    return list(action.nvec) if isinstance(action, MultiDiscrete) else [getattr(action, "num_values", 0)]

@@ -8,8 +8,10 @@ from torch import nn
 
 from torchpod import random
 from torchpod.agent import Agent
-from torchpod.env import HostEnv
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import Catch
+from torchpod.specs import Array, EnvSpec, MultiDiscrete
 from torchpod.testing import ContractError, check_agent
 from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput
 
@@ -367,3 +369,38 @@ def test_the_agent_itself_is_left_alone():
 def test_an_odd_number_of_environments_is_refused():
     with pytest.raises(ValueError, match="num_envs=3 cannot be cut in halves"):
         check_agent(Small(), Catch(), num_envs=3)
+
+
+class Crossing(TensorEnv):
+    """Two choices at once, of which a mask forbids one value each."""
+
+    def __init__(self):
+        observation = {"x": Array((1,)), "action_mask": Array((5,), torch.bool)}
+        self.spec = EnvSpec("crossing", observation, MultiDiscrete((2, 3)), max_episode_steps=7)
+
+    def reset(self, keys):
+        return random.uniform(keys, 1)
+
+    def transition(self, state, action, keys):
+        return random.uniform(keys, 1), action.sum(-1).float(), torch.zeros_like(state[:, 0], dtype=torch.bool)
+
+    def observe(self, state):
+        first, second = (state * 2).long(), (state * 3).long()
+        mask = torch.cat([torch.arange(2) != first, torch.arange(3) != second], -1)
+        return {"x": state, "action_mask": mask}
+
+
+class Careless(PPO):
+    """Draws as if all were allowed."""
+
+    def act(self, timestep, state, keys, explore=True):
+        everything = torch.ones_like(timestep.observation["action_mask"])
+        observation = timestep.observation | {"action_mask": everything}
+        return super().act(timestep._replace(observation=observation), state, keys, explore)
+
+
+def test_a_mask_of_several_choices_is_kept_to():
+    env = Crossing()
+    check_agent(PPO(env.spec, PPOConfig(hidden=(8,))), env, compile=False)
+    with pytest.raises(ContractError, match="action must be one that the action_mask allows"):
+        check_agent(Careless(env.spec, PPOConfig(hidden=(8,))), env, compile=False)

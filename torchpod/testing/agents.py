@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.dealer import weight_of, weights_of
 from torchpod.env import Env
 from torchpod.rollout import make_step, start, unroll
-from torchpod.specs import Array, Box, EnvSpec, SpecTree
+from torchpod.specs import Array, Box, EnvSpec, MultiDiscrete, SpecTree
 from torchpod.testing.contract import (
     ContractError,
     attributes,
@@ -224,8 +224,10 @@ def _check_action(spec: EnvSpec, action: Tree, timestep: TimeStep, size: int) ->
             one, seen, wanted, name = action[group], observation[group], spec.action[group], f"action[{group!r}]"
         require_spec(one, _unbounded(wanted), lead_of(spec, group, size), device, name)
         if (mask := mask_of(seen)) is not None:
-            allowed = mask.gather(-1, one[..., None])
-            require(allowed.all(), f"{name} must be one that the action_mask allows.")
+            many, chosen = isinstance(wanted, MultiDiscrete), cast(Tensor, one)
+            masks, chosen = (mask.split(list(wanted.nvec), -1), chosen.unbind(-1)) if many else ([mask], [chosen])
+            allowed = [x.gather(-1, i[..., None]).all() for x, i in zip(masks, chosen, strict=True)]
+            require(all(allowed), f"{name} must be one that the action_mask allows.")
 
 
 def _unbounded(spec: SpecTree) -> SpecTree:

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium
@@ -254,6 +255,99 @@ def test_one_that_a_wrapper_unpacks_is_told_too():
         env = Gymnasium(Old).limited(5)
         env.init(keys(2))
         env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+
+
+class Wrong(gymnasium.Env):
+    """From the third step on it gives what its space has not."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space, good, bad, reward=0.0):
+        self.observation_space, self.good, self.bad, self.reward, self.count = space, good, bad, reward, 0
+
+    def reset(self, *, seed=None, options=None):
+        return self.good, {}
+
+    def step(self, action):
+        self.count += 1
+        return self.bad if self.count > 2 else self.good, self.reward, False, False, {}
+
+
+UNIT, PAIR = spaces.Box(0.0, 1.0, (1,)), spaces.Dict({"a": spaces.Box(0.0, 1.0, (1,)), "b": spaces.Discrete(2)})
+ONE = np.ones(1, np.float32)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((UNIT, ONE, None), r"Wrong gave an observation that is None, and the space says \[1\]; make them agree"),
+        ((spaces.Box(0, 9, (1,), np.uint8), ONE.astype(np.uint8), ONE), "of float32, and the space says uint8"),
+        ((PAIR, {"a": ONE, "b": 1}, {"a": ONE}), "Wrong gave an observation without 'b', which its space has"),
+        ((PAIR, {"a": ONE, "b": 1}, {"a": np.ones(2), "b": 1}), r"of shape \[2\], and the space says \[1\]"),
+        ((spaces.Tuple([UNIT]), (ONE,), ()), "Wrong gave an observation without 0, which its space has"),
+        ((UNIT, ONE, ONE, np.ones(2)), r"Wrong gave a reward of shape \[2\]; give a number"),
+    ],
+    ids=["none", "type", "entry", "shape", "tuple", "reward"],
+)
+def test_what_does_not_fit_its_space_is_named(arguments, message, processes):
+    env = Gymnasium(functools.partial(Wrong, *arguments), processes=processes)
+    try:
+        with pytest.raises(ValueError, match=message):
+            env.init(keys(2))
+            for _ in range(3):
+                env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+    finally:
+        env.close()
+
+
+class Masked(gymnasium.Env):
+    """Allows the choices `count` and, in an episode's last observation, nothing."""
+
+    def __init__(self, dtype=np.int8, stuck=99, action_space=None):
+        mask = spaces.Box(0, 1, (5,), dtype)
+        self.observation_space = spaces.Dict({"x": UNIT, "action_mask": mask})
+        self.action_space, self.dtype, self.stuck = action_space or spaces.MultiDiscrete([2, 3]), dtype, stuck
+
+    def seen(self):
+        mask = np.zeros(5, self.dtype)
+        if self.count not in (4, self.stuck):
+            mask[[self.count % 2, 2 + self.count % 3]] = 1
+        return {"x": ONE, "action_mask": mask}
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return self.seen(), {}
+
+    def step(self, action):
+        assert list(action) == [self.count % 2, self.count % 3]
+        self.count += 1
+        return self.seen(), 1.0, self.count == 4, False, {}
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float32, bool])
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_mask_is_one_of_bools_and_kept_to(dtype, processes):
+    env = Gymnasium(functools.partial(Masked, dtype), processes=processes)
+    assert env.spec.observation["action_mask"] == Array((5,), torch.bool)
+    try:
+        _, timestep = env.init(keys(3))
+        for t in range(1, 12):
+            action = random_action(env.spec, timestep.observation, keys(3))
+            _, timestep = env.step(None, action, keys(3))
+            assert timestep.observation["action_mask"].all() == (t % 5 == 4)  # the last, after which nobody acts
+    finally:
+        env.close()
+
+
+def test_masks_that_allow_nothing_or_do_not_fit_are_refused():
+    env = Gymnasium(functools.partial(Masked, stuck=1))
+    _, timestep = env.init(keys(2))
+    with pytest.raises(ValueError, match="an action_mask that allows nothing in choice 0, in environment 0; allow"):
+        env.step(None, random_action(env.spec, timestep.observation, keys(2)), keys(2))
+    with pytest.raises(ValueError, match=r"action_mask is \[5\], and the action .*; give one entry per value"):
+        Gymnasium(functools.partial(Masked, action_space=spaces.Discrete(4)))
 
 
 class Told(gymnasium.Env):

@@ -485,6 +485,17 @@ def test_somebody_without_an_observation_is_named():
         play(PettingZoo(Silent), [([0, 0], [0]), ([0, 0], [0])])
 
 
+class Stingy(Leaving):
+    def step(self, actions):
+        observation, reward, terminated, truncated, info = super().step(actions)
+        return observation, {a: x for a, x in reward.items() if a != "sheep_0"}, terminated, truncated, info
+
+
+def test_somebody_without_a_reward_is_named():
+    with pytest.raises(ValueError, match="leaving gave sheep_0 no reward; give everybody one who is in its agents."):
+        play(PettingZoo(Stingy), [([0, 0], [0]), ([0, 0], [0])])
+
+
 def test_a_missing_pettingzoo_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
     with pytest.raises(ImportError, match=r"needs the package pettingzoo: pip install 'torchpod-rl\[pettingzoo\]'"):
