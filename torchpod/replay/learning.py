@@ -63,7 +63,8 @@ class ReplayLearner:
             raise ValueError(
                 f"{learner.num_iterations} iterations of {num_envs * unroll_length * learner.ranks.world_size} steps "
                 f"end before anything is learned: replay samples from the iteration on that follows min_size="
-                f"{config.min_size} steps; raise total_env_steps, or lower algo.replay.min_size."
+                f"{config.min_size} steps, with windows of {agent.replayed} steps whole (longer with n_step); raise "
+                "total_env_steps, or lower one of these."
             )
         learner.num_iterations = learning  # what falls over the run falls while it learns
         learner.iterations_before = self.buffer.fill_iterations
