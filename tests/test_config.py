@@ -251,6 +251,7 @@ def test_members_of_a_policy_are_checked_too():
     [
         (["algo=dqn", "algo.replay.alpha=0.2"], "algo.replay.alpha is of prioritised replay; add algo.replay.priorit"),
         (["algo=dqn", "algo.replay.min_size=-5"], "algo.replay.min_size=-5 must lie from 0 to inf."),
+        (["algo=dqn", "loss=ClipPPOLoss"], "loss=ClipPPOLoss is of algo=torchrl; leave algo=dqn out, or the loss."),
         (["algo=ppo", "loop=sebulba", "logger.phases=true"], "logger.phases=true is for loop=anakin; leave it out."),
     ],
 )

@@ -201,6 +201,9 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     """
     overrides = [item for each in overrides for item in _expanded(each)]
     grouped = _with_groups(overrides)
+    named = {_key(item): item for item in grouped}
+    if "loss" in named and named.get("algo", "algo=torchrl") != "algo=torchrl":
+        raise ConfigError(f"{named['loss']} is of algo=torchrl; leave {named['algo']} out, or the loss.")
     custom = {_key(item): item for item in grouped if _names_file(item)}
     plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in grouped]
     _register()
