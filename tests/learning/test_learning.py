@@ -237,6 +237,7 @@ def test_ppo_swings_up_envpools_pendulum(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Brax's own
 def test_ppo_balances_braxs_inverted_pendulum(tmp_path):
     """For all of 1000 steps; three seeds do."""
     pytest.importorskip("brax", reason="the extra `brax` is not installed")
