@@ -322,6 +322,7 @@ def test_a_compiled_iteration_is_the_uncompiled_one(seed, recwarn):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_hundred_iterations_compile_nothing_after_the_first(name, seed):
     compiler = Compiler(True, max_compilations=100)
