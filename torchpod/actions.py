@@ -59,7 +59,7 @@ def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
         mask = mask_of(own)
         if mask is None:
             continue
-        parts = mask.split(list(action.nvec) if isinstance(action, MultiDiscrete) else mask.shape[-1], -1)
+        parts = mask_by_choice(mask, action)
         for i, part in enumerate(parts):
             where = f" of choice {i}" if len(parts) > 1 else ""
             if not part.any(-1).all():
@@ -70,6 +70,11 @@ def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
 def mask_of(observation: Tree) -> Tensor | None:
     """The `action_mask` of an observation, if it has one."""
     return observation.get("action_mask") if isinstance(observation, dict) else None
+
+
+def mask_by_choice(mask: Tensor, action: SpecTree) -> tuple[Tensor, ...]:
+    """The parts of a mask `[..., A]`: as many as a MultiDiscrete has integers, one of anything else."""
+    return mask.split(list(action.nvec) if isinstance(action, MultiDiscrete) else mask.shape[-1], -1)
 
 
 def _draw(spec: SpecTree, lead: tuple[int, ...], mask: Tensor | None, keys: Tensor) -> Tree:
@@ -84,7 +89,7 @@ def _draw(spec: SpecTree, lead: tuple[int, ...], mask: Tensor | None, keys: Tens
     if isinstance(spec, MultiDiscrete):
         if mask is None:
             return (uniform * torch.tensor(spec.nvec, device=keys.device)).to(spec.dtype)
-        parts = zip(uniform.unbind(-1), mask.split(list(spec.nvec), -1), strict=True)
+        parts = zip(uniform.unbind(-1), mask_by_choice(mask, spec), strict=True)
         return torch.stack([_allowed(u, own) for u, own in parts], -1).to(spec.dtype)
     low, high = (spec.low, spec.high) if isinstance(spec, Box) else (-1.0, 1.0)
     low, high = (low if math.isfinite(low) else high - 2.0), (high if math.isfinite(high) else low + 2.0)

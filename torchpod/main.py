@@ -78,7 +78,8 @@ def _report(error: Exception) -> None:
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         told = str(error)
         if isinstance(error, OSError) and error.strerror is not None:  # Python's own
-            told = f"{error.filename or 'a file'}: {error.strerror}; name a folder that exists, and has space."
+            repair = "use a folder that exists, that you may write to, and that has space"
+            told = f"{error.filename or 'a file'}: {error.strerror}; {repair}."
         print(f"torchpod: error: {where}{told}{notes}", file=sys.stderr)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchpod import random
-from torchpod.actions import random_action
+from torchpod.actions import mask_by_choice, mask_of, random_action
 from torchpod.agent import Agent
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
 from torchpod.types import ActorOutput, TimeStep, Tree
@@ -56,15 +56,14 @@ class Scripted(Agent):
         if action is None:
             return drawn
         action = action.expand(drawn.shape)
-        mask = observation.get("action_mask") if isinstance(observation, dict) else None
-        if mask is None:
+        if (mask := mask_of(observation)) is None:
             return action
         spec = self._spec.action if group is None else self._spec.action[group]
         if isinstance(spec, Discrete):
             return _allowed(action, mask)
         if not isinstance(spec, MultiDiscrete):
             return action
-        parts = zip(action.unbind(-1), mask.split(list(spec.nvec), -1), strict=True)
+        parts = zip(action.unbind(-1), mask_by_choice(mask, spec), strict=True)
         return torch.stack([_allowed(own, of) for own, of in parts], -1)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpod import random
+from torchpod.actions import mask_by_choice
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
 from torchpod.types import MID, TimeStep, Tree
 
@@ -402,7 +403,7 @@ def masked(observation: SpecTree, action: Box | Discrete | MultiDiscrete, where:
     if not isinstance(observation, dict) or MASK not in observation:
         return observation
     given = observation[MASK].shape
-    if given != (sum(_choices(action)),):
+    if given != (sum(action.nvec) if isinstance(action, MultiDiscrete) else getattr(action, "num_values", 0),):
         raise ValueError(f"{where}: action_mask is {list(given)}, and the action {action}; give one entry per value.")
     return observation | {MASK: Array(given, torch.bool)}
 
@@ -414,17 +415,12 @@ def opened(mask: Tensor, action: SpecTree, acts: np.ndarray) -> tuple[Tensor, tu
       The mask; and row and choice where somebody of `acts`, `[B]` bool, is allowed nothing, None if there is none.
     """
     parts, stuck = [], None
-    for i, part in enumerate(mask.split(_choices(action), -1)):
+    for i, part in enumerate(mask_by_choice(mask, action)):
         nothing = ~part.any(-1)
         rows = np.flatnonzero(nothing.numpy() & acts)
         stuck = (int(rows[0]), i) if stuck is None and rows.size else stuck
         parts.append(part | nothing[:, None])
     return torch.cat(parts, -1), stuck
-
-
-def _choices(action: SpecTree) -> list[int]:
-    """How many values each choice has, side by side in a mask."""
-    return list(action.nvec) if isinstance(action, MultiDiscrete) else [getattr(action, "num_values", 0)]
 
 
 def to_tensors(observation: Any, spec: SpecTree) -> Tree:

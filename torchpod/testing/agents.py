@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.actions import lead_of, mask_of
+from torchpod.actions import lead_of, mask_by_choice, mask_of
 from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.dealer import weight_of, weights_of
 from torchpod.env import Env
 from torchpod.rollout import make_step, start, unroll
-from torchpod.specs import Array, Box, EnvSpec, MultiDiscrete, SpecTree
+from torchpod.specs import Array, Box, EnvSpec, SpecTree
 from torchpod.testing.contract import (
     ContractError,
     attributes,
@@ -224,10 +224,10 @@ def _check_action(spec: EnvSpec, action: Tree, timestep: TimeStep, size: int) ->
             one, seen, wanted, name = action[group], observation[group], spec.action[group], f"action[{group!r}]"
         require_spec(one, _unbounded(wanted), lead_of(spec, group, size), device, name)
         if (mask := mask_of(seen)) is not None:
-            many, chosen = isinstance(wanted, MultiDiscrete), cast(Tensor, one)
-            masks, chosen = (mask.split(list(wanted.nvec), -1), chosen.unbind(-1)) if many else ([mask], [chosen])
-            allowed = [x.gather(-1, i[..., None]).all() for x, i in zip(masks, chosen, strict=True)]
-            require(all(allowed), f"{name} must be one that the action_mask allows.")
+            numbers = cast(Tensor, one).reshape(*mask.shape[:-1], -1)  # of each choice one
+            parts = zip(mask_by_choice(mask, wanted), numbers.split(1, -1), strict=True)
+            allowed = all(part.gather(-1, number).all() for part, number in parts)
+            require(allowed, f"{name} must be one that the action_mask allows.")
 
 
 def _unbounded(spec: SpecTree) -> SpecTree:
