@@ -103,6 +103,8 @@ class Policies(Agent):
         ids = _ids(spec, given)
         self._members = {name: _members(self._groups, own) for name, own in ids.items()}
         self._places = _places(self._groups, ids)
+        whole = {name: ((name, slice(0, size)),) for name, size in self._groups.items()}
+        self.teams = {name: own.of for name, own in self._members.items() if own.parts != whole.get(name)}
         sources = {name: own["from"] for name, own in given.items() if "from" in own}
         self.begins_as = {f"policies.{name}": _source(name, source) for name, source in sources.items()}
         self._trained = tuple(name for name, own in given.items() if own.get("train", True))

@@ -413,7 +413,13 @@ def parts(spec: EnvSpec, config: LossConfig) -> Parts:
             raise ValueError(f"{config.loss} has no argument {name}; it has {', '.join(sorted(known - {'self'}))}.")
 
     def make(*args: Any, **own: Any) -> Any:
-        return cls(*args, **(own | config.arguments))
+        try:
+            return cls(*args, **(own | config.arguments))
+        except Exception as error:
+            if not config.arguments:
+                raise
+            told = str(error).strip().split("\n")[0].strip(" .")
+            raise ValueError(f"{config.loss} cannot be made with arguments={config.arguments}: {told}.") from error
 
     return LOSSES[config.loss](_Builder(spec, config), make)
 

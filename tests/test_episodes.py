@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.episodes import average, count_episodes, mean_metrics, names_of, none_yet
+from torchpod.episodes import average, count_episodes, counting, mean_metrics, names_of, none_yet
 from torchpod.types import FIRST, LAST, MID, TimeStep
 
 
@@ -121,38 +121,56 @@ def test_groups_whose_episodes_go_on_keep_what_they_gained_since_the_last_end(rn
     torch.testing.assert_close(found.sums[4].float(), 1 + a[1:3, 0].mean(-1).sum())
 
 
+def some(tree, axis):
+    """The last of a, and both of b."""
+    return torch.cat([tree["a"].narrow(axis, 2, 1), tree["b"]], axis)
+
+
 @pytest.mark.parametrize("length", [1, 3, 11])
 def test_who_leaves_the_game_early_has_shorter_episodes(rng, length):
-    """Against a loop over steps, environments and agents, in several trajectories."""
+    """Against a loop over steps, environments and agents, in several trajectories; of groups and of a team."""
     size, agents = 4, {"b": 2, "a": 3}
+    parts = {"a": [("a", 0), ("a", 1), ("a", 2)], "b": [("b", 0), ("b", 1)], "some": [("a", 2), ("b", 0), ("b", 1)]}
     step_type, in_game = np.full(size, FIRST), {g: np.ones((size, n), bool) for g, n in agents.items()}
-    steps, ended, running, sums = {g: np.zeros(size) for g in agents}, dict.fromkeys(agents, 0.0), None, 0
+    kept = {kind: {g: np.zeros((size, n)) for g, n in agents.items()} for kind in ("return", "length")}
+    ended, running, sums = {kind: dict.fromkeys(parts, 0.0) for kind in kept}, None, 0
+    reward = {g: np.zeros((size, n)) for g, n in agents.items()}
     for _ in range(6):
-        rows = [(step_type, in_game)]
+        rows = [(step_type, in_game, reward)]
         for _ in range(length):
             was_last, before = step_type == LAST, in_game
             over = (rng.random(size) < 0.3) & ~was_last
             step_type = np.where(was_last, FIRST, np.where(over, LAST, MID))
             in_game = {g: np.where(was_last[:, None], True, x & (rng.random(x.shape) < 0.7)) for g, x in before.items()}
+            reward = {g: np.where(was_last[:, None], 0.0, rng.integers(-4, 5, x.shape)) for g, x in in_game.items()}
             for g, x in before.items():
-                steps[g] += np.where(was_last, 0, x.sum(1))
-                ended[g] += steps[g][over].sum()
-                steps[g][over] = 0
-            rows.append((step_type, in_game))
-        kinds = torch.tensor(np.stack([kind for kind, _ in rows]))
-        alive = {g: torch.tensor(np.stack([x[g] for _, x in rows])) for g in agents}
-        raw = {g: x.float() for g, x in alive.items()}
-        extras = {"raw_reward": raw, "game_over": kinds == LAST, "alive": alive}
-        timestep = TimeStep(kinds, raw, raw, {}, extras)
+                kept["length"][g] += np.where(was_last[:, None], 0, x)
+                kept["return"][g] += reward[g]
+            for kind, own in kept.items():
+                for part, members in parts.items():
+                    ended[kind][part] += sum(own[g][over, n].sum() for g, n in members)
+                for x in own.values():
+                    x[over] = 0
+            rows.append((step_type, in_game, reward))
+        kinds = torch.tensor(np.stack([kind for kind, *_ in rows]))
+        alive = {g: torch.tensor(np.stack([x[g] for _, x, _ in rows])) for g in agents}
+        raw = {g: torch.tensor(np.stack([x[g] for *_, x in rows])).float() for g in agents}
+        timestep = TimeStep(kinds, raw, raw, {}, {"raw_reward": raw, "game_over": kinds == LAST, "alive": alive})
         first = pytree.tree_map(lambda x: x[0], timestep)
-        found = count_episodes(timestep, *(running or none_yet(first)))
+        found = counting({"some": some})(timestep, *(running or none_yet(first, {"some": some})))
         running, sums = (found.running_return, found.running_length), sums + found.sums
         assert running[1].dtype == torch.int64
-        np.testing.assert_array_equal(running[1][:, 1:].numpy(), np.stack([steps["a"], steps["b"]], 1))
-    metrics = mean_metrics([{"episodes": sums}], names_of(timestep))
-    for g, n in agents.items():
-        expected = ended[g] / n / metrics["episodes"].item() if ended[g] else np.nan
-        np.testing.assert_allclose(metrics[f"episode_length/{g}"].item(), expected)
+        left = [sum(kept["length"][g][:, n] for g, n in members) for members in parts.values()]
+        np.testing.assert_array_equal(running[1][:, 1:].numpy(), np.stack(left, 1))
+    metrics = mean_metrics([{"episodes": sums}], names_of(timestep, {"some": some}))
+    count = metrics["episodes"].item()
+    for kind, own in ended.items():
+        for part, members in parts.items():
+            name = f"some/episode_{kind}" if part == "some" else f"episode_{kind}/{part}"
+            expected = own[part] / len(members) / count if count else np.nan
+            np.testing.assert_allclose(metrics[name].item(), expected, rtol=1e-5, atol=1e-6)
+    whole = metrics["episode_return/a"] + metrics["episode_return/b"]
+    np.testing.assert_allclose(metrics["episode_return"].item(), whole.item(), rtol=1e-5, atol=1e-6)
 
 
 def test_members_of_a_population_are_counted_apart(rng):

@@ -6,13 +6,16 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import variables_of
+from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv, TensorEnv
+from torchpod.envs import TagGridWorld
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import Evaluation, evaluate
 from torchpod.rollout import make_step, start
 from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.summary import eval_returns
 from torchpod.types import FIRST, LAST
 
 
@@ -102,6 +105,30 @@ def test_episodes_that_do_not_end_in_time_are_marked(seed):
         assert (result.returns[i], result.lengths[i], result.finished[i]) == (total, length, finished)
     lengths = result.lengths[~result.finished]
     assert len(lengths) and ((lengths == 8) | (lengths == 9)).all()  # with or without a reset among them
+
+
+def test_policies_that_are_no_group_and_what_the_environment_says(seed):
+    env, num, steps = TagGridWorld(num_taggers=3, grid_length=3, start="uniform", max_episode_steps=6), 16, 4
+    config = IPPOConfig(hidden=(8,), policies={"runner": ["runner"], "one": [2], "two": [1, 0]})
+    agent = IPPO(env.spec, config)
+    params, buffers = variables_of(agent)
+    key = random.key(seed)
+    result = evaluate(agent, env, params | buffers, key, num_episodes=num, max_steps=steps, explore=True)
+    assert [*result.teams] == ["one", "two"] and [*result.episode] == ["tag_rate"]
+    torch.testing.assert_close((result.teams["one"] + 2 * result.teams["two"]) / 3, result.groups["tagger"])
+    keys = [random.split(k, num) for k in random.split(key, 2)]
+    carry, step = start(agent, env, keys[0]), make_step(agent, env)
+    of_one, tagged, over = torch.zeros(num), torch.zeros(num), torch.zeros(num, dtype=torch.bool)
+    with torch.no_grad():
+        for _ in range(steps):
+            carry, _ = step(params | buffers, carry, *keys)
+            reward, ended = carry.timestep.reward["tagger"][:, 2], carry.timestep.step_type == LAST
+            of_one += torch.where(over, 0, reward)
+            tagged += (~over & ended & (reward > 5)).float()
+            over |= ended
+    assert over.any() and not over.all() and torch.equal(result.finished, over)
+    assert torch.equal(result.teams["one"], of_one) and torch.equal(result.episode["tag_rate"], tagged)
+    assert eval_returns(result)["episode"]["tag_rate"] == pytest.approx(float(tagged.sum() / over.sum()))
 
 
 class Crowd(HostEnv):

@@ -174,6 +174,11 @@ def test_a_population_names_its_best_member(call: Call):
         (["algo=dqn", "algo.agent.target_interval=0"], "algo.agent.target_interval=0 must lie from 1 to inf."),
         (["algo=qr_dqn", "algo.agent.num_quantiles=0"], "algo.agent.num_quantiles=0 must lie from 1 to inf."),
         (["algo=td3", "algo.agent.target_noise_clip=-1"], "algo.agent.target_noise_clip=-1 must lie from 0 to inf."),
+        (
+            ["algo=torchrl", "loss=SACLoss"],
+            "SACLoss is for actions of shape [A], and cartpole has Discrete(num_values=2, ",
+        ),
+        (["algo=torchrl", "loss=DQNLoss", "algo.replay.capacity=1"], "algo.replay."),
         (["device=tpu"], "device=tpu is not known; use cpu, cuda or cuda:INDEX."),
         (["device=cuda:x"], "device=cuda:x is not known; use cpu, cuda or cuda:INDEX."),
         (["device=cuda:99"], "device=cuda:99: "),

@@ -12,6 +12,7 @@ from torchpod.config import load
 from torchpod.distributed import Ranks
 from torchpod.main import main
 from torchpod.makers import make_agent, make_env
+from torchpod.metrics import read_metrics
 from torchpod.policies import begun
 from torchpod.run import Run, execute
 
@@ -146,6 +147,28 @@ def test_separate_policies_and_their_schedules_go_on_to_the_bit(loop: tuple[str,
     assert equal(weights(tmp_path / "halves"), weights(straight.dir))
     assert straight.variables["policies.slow.clip"].item() == pytest.approx(0.05)
     assert {name.split(".")[1] for name, _ in straight.agent.named_parameters()} == {"tagger", "fast", "slow"}
+    # What the runners got, by policy too.
+    told = [f"{name}/episode_{kind}" for name in ("fast", "slow") for kind in ("return", "length")]
+    ended = [row for row in read_metrics(tmp_path / "straight") if row["episodes"]]
+    for row in ended:
+        assert not {"tagger/episode_return", "runner/episode_return"} & row.keys() and row.keys() >= set(told)
+        for kind in ("return", "length"):
+            of_one, of_two = (row[f"{name}/episode_{kind}"] for name in ("fast", "slow"))
+            assert (of_one + 2 * of_two) / 3 == pytest.approx(row[f"episode_{kind}/runner"], rel=1e-5)
+    assert ended
+    scores = straight.summary["eval_return"]
+    assert scores["policies"].keys() == {"fast", "slow"} and 0 <= scores["episode"]["tag_rate"] <= 1
+    parts = [scores["policies"][name]["mean"] for name in ("fast", "slow", "slow")]
+    assert sum(parts) / 3 == pytest.approx(scores["groups"]["runner"]["mean"], rel=1e-5)
+
+
+def test_the_learning_rate_of_a_policy_has_a_schedule_of_its_own(tmp_path: Path):
+    """Where it is 0 its networks stay, and the other's move."""
+    points = "algo.learner.schedules={learning_rate.runner:[[32,0.01],[33,0]]}"
+    first, second, third = (train(tmp_path / str(n), points, iterations=n).variables for n in (1, 2, 3))
+    for name in (name for name in first if name.endswith("weight")):
+        assert not torch.equal(first[name], second[name])
+        assert torch.equal(second[name], third[name]) == name.startswith("policies.runner."), name
 
 
 def test_every_member_of_a_population_begins_with_it(first: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+from torchpod.types import NO_TEAMS, ActorOutput, Batch, LossOutput, Teams, TimeStep, Trajectory, Tree
 
 Variables = dict[str, Tensor]
 """Parameters and buffers of an agent by name."""
@@ -43,6 +43,9 @@ class Agent(nn.Module):
     """Steps T of the trajectories that `prepare` gets from replay, e.g. n of n-step targets; 0: no replay, it learns
     from what was just seen. Then `prepare` may return fewer rows than steps, or one more, `[T', B, ...]`; a recurrent
     agent gets `actor_state`, the others none, and `last_actor_state` is empty."""
+    teams: Teams = NO_TEAMS
+    """Agents of an environment with groups whose episodes are counted apart from those of their groups: by name, what a
+    tree `{group: [..., N_group, ...]}`, N_group at an axis, says of them, `[..., N, ...]`."""
     max_lag: int | None = 0
     """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
 

@@ -18,7 +18,7 @@ from torchpod.agent import Agent, Variables, variables_of
 from torchpod.compile import Compiler, span
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env
-from torchpod.episodes import Episodes, count_episodes, mean_metrics, names_of, none_yet
+from torchpod.episodes import Episodes, counting, mean_metrics, names_of, none_yet
 from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.phases import Phases
@@ -104,7 +104,7 @@ def init_state(
     )
     zero = torch.zeros((), dtype=torch.int64, device=device)
     carry = begin(agent, env_keys)
-    episode_return, episode_length = none_yet(carry.timestep)
+    episode_return, episode_length = none_yet(carry.timestep, agent.teams)
     return RunState(
         carry=carry,
         learner=learner.init(*variables_of(agent)),
@@ -183,7 +183,7 @@ class Anakin:
         self.learner = Learner(self.agent, learner, compiler=compiler, ranks=ranks, **length)
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env), fall_back=self.agent.may_fall_back)
-        self._count, self.phases = compiler(count_episodes), Phases(self.device, phases)
+        self._count, self.phases = compiler(counting(self.agent.teams)), Phases(self.device, phases)
         self._through = self._reuse = self.replay = None
         if self.agent.replayed:
             sizes = {"num_envs": num_envs, "unroll_length": unroll_length}
@@ -283,7 +283,7 @@ def train(
     """
     until = anakin.num_iterations if until is None else until
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
-    on_gpu, filled, names = anakin.device.type == "cuda", [], names_of(state.carry.timestep)
+    on_gpu, filled, names = anakin.device.type == "cuda", [], names_of(state.carry.timestep, anakin.agent.teams)
     if anakin.replay:
         anakin.replay.check_calls(iterations_per_call)
     if not on_gpu:

@@ -1,12 +1,13 @@
 """Returns and lengths of the episodes that end inside a trajectory, and what environments report of them."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpod.types import LAST, TimeStep
+from torchpod.types import LAST, NO_TEAMS, Teams, TimeStep
 
 
 class Episodes(NamedTuple):
@@ -14,37 +15,42 @@ class Episodes(NamedTuple):
 
     sums: Tensor
     """`[4]` float64: episodes that ended, sum of their returns, sum of their lengths, transitions. Behind them, as
-    `names_of` says, the sums of returns of each group, if there are any, of steps that its agents were in the game, if
-    they can leave it, and of what the environment reports."""
+    `names_of` says, the sums of returns of each group and team, if there are any, of steps that their agents were in
+    the game, if they can leave it, and of what the environment reports."""
     running_return: Tensor
     running_length: Tensor
 
 
-def none_yet(timestep: TimeStep) -> tuple[Tensor, Tensor]:
+def none_yet(timestep: TimeStep, teams: Teams = NO_TEAMS) -> tuple[Tensor, Tensor]:
     """Return and length of episodes of which nothing has been counted, as `count_episodes` takes them."""
     size, device = timestep.step_type.shape[0], timestep.step_type.device
-    groups = [len(timestep.reward)] if isinstance(timestep.reward, dict) else []
-    kinds = [1 + len(timestep.extras["alive"])] if "alive" in timestep.extras else []
+    groups = [len(timestep.reward) + len(teams)] if isinstance(timestep.reward, dict) else []
+    kinds = [1 + len(timestep.extras["alive"]) + len(teams)] if "alive" in timestep.extras else []
     return torch.zeros(size, *groups, device=device), torch.zeros(size, *kinds, dtype=torch.int64, device=device)
 
 
-def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: Tensor) -> Episodes:
+def count_episodes(
+    timestep: TimeStep, running_return: Tensor, running_length: Tensor, teams: Teams = NO_TEAMS
+) -> Episodes:
     """Returns and lengths of the episodes that end in a trajectory, on raw rewards and true game over.
 
     Args:
       timestep: `[T + 1, B, ...]`.
       running_return: `[B]`, of the episodes under way at the first timestep; `[B, G]` of groups: of each, by name, the
-        mean over its agents; their sum is the return of an episode.
+        mean over its agents, whose sum is the return of an episode, and then of each team.
       running_length: `[B]`; `[B, 1 + G]` of groups whose agents can leave the game: behind the length of the episode,
-        of each, by name, the steps that its agents were in the game, their sum.
+        of each group and team the steps that its agents were in the game, their sum.
+      teams: see `Agent.teams`.
     """
     over = timestep.extras["game_over"][1:]  # [T, B]
     real = timestep.step_type[:-1] != LAST
     reward, alive, steps = timestep.extras["raw_reward"], timestep.extras.get("alive", {}), real
-    if alive:
-        steps = torch.stack([real, *((alive[g][:-1] & real[..., None]).sum(-1) for g in sorted(alive))], -1)
-    if isinstance(reward, dict):
-        reward = torch.stack([reward[g].mean(-1) for g in sorted(reward)], -1)  # [T + 1, B, G]
+    num_groups = len(reward) if isinstance(reward, dict) else 0
+    present = _of_each(alive, teams) if alive else []
+    if present:
+        steps = torch.stack([real, *((x[:-1] & real[..., None]).sum(-1) for x in present)], -1)
+    if num_groups:
+        reward = torch.stack([x.mean(-1) for x in _of_each(reward, teams)], -1)  # [T + 1, B, G]
     # What was gained after the last game over of an environment is still running; the rest belongs to episodes that
     # ended. Two sums over time, then, instead of a scan (12 ms for [128, 1024] on one core; this: 0.5 ms).
     time = torch.arange(over.shape[0], device=over.device)[:, None]
@@ -61,22 +67,39 @@ def count_episodes(timestep: TimeStep, running_return: Tensor, running_length: T
     ended_return, return_ = divide(reward[1:], running_return)
     ended_length, length = divide(steps, running_length)
     of_episodes = ended_length[0] if alive else ended_length
-    sums = torch.stack([over.sum().double(), ended_return.sum(), of_episodes, real.sum().double()])
-    sums = torch.cat([sums, ended_return]) if ended_return.ndim else sums
-    if alive:  # the mean over the agents of a group
-        sizes = [alive[g].shape[-1] for g in sorted(alive)]
-        sums = torch.cat([sums, torch.stack([x / n for x, n in zip(ended_length[1:], sizes, strict=True)])])
+    whole = ended_return[:num_groups].sum() if num_groups else ended_return
+    sums = torch.stack([over.sum().double(), whole, of_episodes, real.sum().double()])
+    sums = torch.cat([sums, ended_return]) if num_groups else sums
+    if present:  # the mean over the agents of a group
+        told = [x / own.shape[-1] for x, own in zip(ended_length[1:], present, strict=True)]
+        sums = torch.cat([sums, torch.stack(told)])
     report = timestep.extras.get("episode", {})
     told = [torch.where(over, report[name][1:].double(), 0.0).sum() for name in sorted(report)]
     sums = torch.cat([sums, torch.stack(told)]) if told else sums
     return Episodes(sums, return_.float(), length.long())
 
 
-def names_of(timestep: TimeStep) -> list[str]:
-    """The metrics of the sums behind the first four: `episode_return/GROUP`, `episode_length/GROUP`, `episode_NAME`."""
+def counting(teams: Teams) -> Callable[[TimeStep, Tensor, Tensor], Episodes]:
+    """`count_episodes`, of these teams."""
+    return functools.wraps(count_episodes)(functools.partial(count_episodes, teams=teams))
+
+
+def names_of(timestep: TimeStep, teams: Teams = NO_TEAMS) -> list[str]:
+    """The metrics of the sums behind the first four.
+
+    `episode_return/GROUP`, `TEAM/episode_return`, `episode_length/GROUP`, `TEAM/episode_length`, `episode_NAME`.
+    """
     groups = timestep.reward if isinstance(timestep.reward, dict) else ()
-    kinds = ("return/", groups), ("length/", timestep.extras.get("alive", ())), ("", timestep.extras.get("episode", ()))
-    return [f"episode_{kind}{name}" for kind, names in kinds for name in sorted(names)]
+    found = []
+    for kind, own in ("return", groups), ("length", timestep.extras.get("alive", ())):
+        found += [f"episode_{kind}/{name}" for name in sorted(own)]
+        found += [f"{name}/episode_{kind}" for name in teams if own]
+    return found + [f"episode_{name}" for name in sorted(timestep.extras.get("episode", ()))]
+
+
+def _of_each(tree: dict[str, Tensor], teams: Teams) -> list[Tensor]:
+    """`[T, B, N]` of each group, by name, and of each team."""
+    return [*(tree[group] for group in sorted(tree)), *(of(tree, 2) for of in teams.values())]
 
 
 def average(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -36,13 +36,15 @@ def eval_run(
     member: int | None = None,
     sample: bool = False,
     instead: Sequence[str] = (),
+    device: str = "cpu",
 ) -> str:
     """A line of JSON; one line per member of a population. It acts with what training acts with after the checkpoint.
 
     `{mean, iqm, ci95, episodes, unfinished_episodes, unfinished_steps, checkpoint}`, in a population after `member`:
     `ci95` is the 95 % bootstrap interval of the IQM; episodes that did not end were cut at `unfinished_steps`. In an
     environment with groups the return is the sum of those of their mean agents, and `groups` has the first four for
-    each. With `episode` and `video` last lines say what was written.
+    each, `policies` for each policy that is no group. `episode` has means of what the environment says of episodes
+    that ended. With `episode` and `video` last lines say what was written.
 
     Args:
       run_dir: the run folder.
@@ -53,6 +55,7 @@ def eval_run(
       member: whose episode, in a population; by default that of the best.
       sample: draw actions as in training, instead of the greedy ones.
       instead: who plays how instead of what was trained: `random`, an action, or `GROUP=` one of these (scripted.py).
+      device: on which agent and tensor environments are; those on the host have the CPU.
 
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.
@@ -82,7 +85,9 @@ def eval_run(
     weights = acting_weights(config, agent, weights, int(folder.name))
     if instead:
         agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
-    key = random.fold_in(random.key(config.seed if seed is None else seed), EVAL_STREAM)
+    where = torch.device(device if env.traits.pure else "cpu")
+    agent, weights = agent.to(where), {name: x.to(where) for name, x in weights.items()}
+    key = random.fold_in(random.key(config.seed if seed is None else seed, where), EVAL_STREAM)
     torch.set_num_threads(1)
     compiler = Compiler(False, config.population)
     env = watched(env, "the evaluation", config.loop.timeout_s)

@@ -31,6 +31,10 @@ class Evaluation(NamedTuple):
     """`[E]` bool; False where `max_steps` came before the end of the episode."""
     groups: dict[str, Tensor]
     """By group `[E]`, what its mean agent received; their sum are the returns. Empty where there are no groups."""
+    teams: dict[str, Tensor]
+    """The same of `Agent.teams`."""
+    episode: dict[str, Tensor]
+    """`[E]`, what the environment says of the episode at its end (`TimeStep.extras`); 0 where it did not end."""
 
 
 def evaluate(
@@ -86,21 +90,29 @@ def _play(
         variables: Variables, carry: Carry, env_keys: Tensor, actor_keys: Tensor, score: Evaluation
     ) -> tuple[Carry, Evaluation]:
         carry, _ = step(variables, carry, env_keys, actor_keys)
-        raw = pytree.tree_map(lambda x: x.reshape(num_episodes, -1).mean(-1), carry.timestep.extras["raw_reward"])
+        extras = carry.timestep.extras
+        received, over = extras["raw_reward"], ~score.finished & extras["game_over"]
+        teams = {name: agent.teams[name](received, 1) for name in score.teams}
+        raw, teams = pytree.tree_map(lambda x: x.reshape(num_episodes, -1).mean(-1), (received, teams))
         reward = sum(pytree.tree_leaves(raw))
-        returns = torch.where(score.finished, score.returns, score.returns + reward)
         moved = (carry.timestep.step_type != FIRST) & ~score.finished  # the reset between two lives is no step
-        lengths = score.lengths + moved
-        groups = {name: torch.where(score.finished, x, x + raw[name]) for name, x in score.groups.items()}
-        return carry, Evaluation(returns, lengths, score.finished | carry.timestep.extras["game_over"], groups)
+        return carry, Evaluation(
+            returns=torch.where(score.finished, score.returns, score.returns + reward),
+            lengths=score.lengths + moved,
+            finished=score.finished | over,
+            groups={name: torch.where(score.finished, x, x + raw[name]) for name, x in score.groups.items()},
+            teams={name: torch.where(score.finished, x, x + teams[name]) for name, x in score.teams.items()},
+            episode={name: torch.where(over, extras["episode"][name], x) for name, x in score.episode.items()},
+        )
 
     with torch.no_grad():
         carry = start(agent, env, env_keys)
+        parts = env.spec.groups or {}, agent.teams, carry.timestep.extras.get("episode", {})
         score = Evaluation(
             torch.zeros(num_episodes, device=device),
             torch.zeros(num_episodes, dtype=torch.int64, device=device),
             torch.zeros(num_episodes, dtype=torch.bool, device=device),
-            {name: torch.zeros(num_episodes, device=device) for name in env.spec.groups or {}},
+            *({name: torch.zeros(num_episodes, device=device) for name in sorted(names)} for names in parts),
         )
         state = (carry, env_keys, actor_keys, score)
         if compiler.population > 1:

@@ -149,7 +149,9 @@ def _eval(rest: list[str]) -> int:
         metavar="[GROUP=]random|ACTION",
         help="who plays how instead of what was trained, e.g. runner=random, 0 or =-0.5,1; once per group",
     )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:INDEX; of tensor environments and agent")
     options = parser.parse_args(rest)
+    _require_device("torchpod eval", options.device)
     line = eval_run(
         options.run,
         episodes=options.episodes,
@@ -159,9 +161,18 @@ def _eval(rest: list[str]) -> int:
         member=options.member,
         sample=options.sample,
         instead=options.instead,
+        device=options.device,
     )
     print(line)
     return 0
+
+
+def _require_device(command: str, device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"{command}: --device {device} is not there ({reason}); use cpu.") from None
 
 
 def _export(rest: list[str]) -> int:
@@ -213,11 +224,7 @@ def _check(rest: list[str]) -> int:
     parser.add_argument("--capture", action="store_true", help="step in static buffers, and on a GPU in a CUDA graph")
     parser.add_argument("--device", default="cpu", help="of the tensor environment: cpu, cuda or cuda:INDEX")
     options = parser.parse_intermixed_args(rest)
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"torchpod check: --device {options.device} is not there ({reason}); use cpu.") from None
+    _require_device("torchpod check", options.device)
     for each in options.arguments:
         if "=" not in each:
             raise ConfigError(f"torchpod check: {each} is no NAME=VALUE; use e.g. {each}=5.")

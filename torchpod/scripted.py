@@ -36,7 +36,7 @@ class Scripted(Agent):
     def __init__(self, agent: Agent, spec: EnvSpec, scripts: dict[str | None, Tensor | None]) -> None:
         super().__init__()
         self.agent, self.recurrent, self.may_fall_back = agent, agent.recurrent, agent.may_fall_back
-        self._spec, self._scripts = spec, scripts
+        self.teams, self._spec, self._scripts = agent.teams, spec, scripts
 
     def initial_state(self, batch_size: int) -> Tree:
         """The agent's."""
@@ -55,7 +55,7 @@ class Scripted(Agent):
         action = self._scripts[group]
         if action is None:
             return drawn
-        action = action.expand(drawn.shape)
+        action = action.to(drawn.device).expand(drawn.shape)
         if (mask := mask_of(observation)) is None:
             return action
         spec = self._spec.action if group is None else self._spec.action[group]

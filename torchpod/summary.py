@@ -69,9 +69,17 @@ def each(evaluation: Evaluation) -> list[Evaluation]:
 
 
 def eval_returns(evaluation: Evaluation) -> dict[str, Any]:
-    """What `eval_return` says of all episodes, and under `groups` of those that there are."""
-    groups = {name: eval_return(returns.flatten()) for name, returns in evaluation.groups.items()}
-    return eval_return(evaluation.returns.flatten()) | ({"groups": groups} if groups else {})
+    """What `eval_return` says of all episodes, and of each of `groups` and of `policies` that are no group.
+
+    Under `episode` the means of what the environment says of those that ended.
+    """
+    told: dict[str, Any] = eval_return(evaluation.returns.flatten())
+    for kind, parts in ("groups", evaluation.groups), ("policies", evaluation.teams):
+        told |= {kind: {name: eval_return(x.flatten()) for name, x in parts.items()}} if parts else {}
+    over = evaluation.finished
+    if evaluation.episode and bool(over.any()):
+        told["episode"] = {name: float(x[over].double().mean()) for name, x in evaluation.episode.items()}
+    return told
 
 
 def eval_return(returns: Tensor) -> dict[str, Any]:

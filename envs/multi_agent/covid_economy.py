@@ -151,9 +151,10 @@ class CovidEconomy(TensorEnv):
     Observation of a governor, `numbers` `[51, 64]` and `action_mask` `[51, 11]`: which state it is (51); susceptible,
     infected, recovered or vaccinated, dead, vaccinated, unemployed (by population); output (by that of good times);
     the level that acts on tomorrow's infections, its own level (by 10); then what all know: days until the planner
-    decides (by 90), level of subsidy (by 20), days until vaccines come (by their interval, at most 1), day (by 540).
-    Observation of the planner, `numbers` `[1, 463]` and `action_mask` `[1, 21]`: those nine numbers of a state, each of
-    all 51 states, and what all know.
+    decides (by 90), level of subsidy (by 20), days until vaccines come (by their interval, at most 1), day (by 540),
+    and with `observe_rate` doses a day and person, 0 before the first delivery. Observation of the planner,
+    `numbers` `[1, 463]` and `action_mask` `[1, 21]`: those nine numbers of a state, each of all 51 states, and what all
+    know.
 
     Reports of an episode, all for the country: as metrics `episode_infected`, `episode_recovered`, `episode_deaths` and
     `episode_vaccinated`, people at its end; as means over its days `episode_unemployment`, share of the people;
@@ -171,6 +172,7 @@ class CovidEconomy(TensorEnv):
       vaccine_day: when vaccination begins; 296 is 2021-01-12.
       vaccine_interval: days from one delivery of vaccines to the next.
       vaccines_per_million: doses a day per million people; one dose makes immune.
+      observe_rate: whether everybody is told how many doses there are.
       governor_health_priority: factor of the odds of health against economy, as inferred from what each state did.
       planner_health_priority: likewise.
       risk_aversion: the eta of the isoelastic utility of production.
@@ -189,6 +191,7 @@ class CovidEconomy(TensorEnv):
         vaccine_day: int = 296,
         vaccine_interval: int = 1,
         vaccines_per_million: float = 3000.0,
+        observe_rate: bool = False,
         governor_health_priority: float = 0.3,
         planner_health_priority: float = 0.45,
         risk_aversion: float = 2.0,
@@ -201,7 +204,7 @@ class CovidEconomy(TensorEnv):
         at_least(1, max_episode_steps=max_episode_steps, cooldown=cooldown, subsidy_interval=subsidy_interval)
         at_least(1, vaccine_interval=vaccine_interval)
         at_least(0, vaccine_day=vaccine_day)
-        true_or_false(enforce_masks=enforce_masks, terminal=terminal)
+        true_or_false(enforce_masks=enforce_masks, terminal=terminal, observe_rate=observe_rate)
         if max_episode_steps > WINDOW:
             raise ValueError(
                 f"max_episode_steps={max_episode_steps} is more than {WINDOW}, the days that unemployment remembers; "
@@ -221,19 +224,23 @@ class CovidEconomy(TensorEnv):
         self.scales = torch.tensor(scales, dtype=torch.float64)
         states = np.genfromtxt(DATA / "covid_states.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
         self.names = states["state"].tolist()
-        doses = vaccine_interval * number("vaccines_per_million", vaccines_per_million, 0.0, 1e6)
-        self.tables = _tables(states, doses)
+        doses = number("vaccines_per_million", vaccines_per_million, 0.0, 1e6)
+        self.observed_rate = doses / 1e6 if observe_rate else None
+        self.tables = _tables(states, vaccine_interval * doses)
         priority = number("governor_health_priority", governor_health_priority, 0.0, 1e6)
         alpha, *bounds = (torch.from_numpy(states[k]) for k in ("alpha_health", "min_h", "max_h", "min_e", "max_e"))
         self.governor = pytree.tree_map(lambda x: x.float(), _welfare(alpha, bounds, priority))
         priority = number("planner_health_priority", planner_health_priority, 0.0, 1e6)
         self.planner = _welfare(PLANNER_ALPHA, PLANNER_BOUNDS, priority)
-        n = len(states)
+        n, common = len(states), 4 + observe_rate
         self.spec = EnvSpec(
             "covid_economy",
             observation={
-                "governor": {"numbers": Array((n + 13,)), "action_mask": Array((NUM_LEVELS + 1,), torch.bool)},
-                "planner": {"numbers": Array((9 * n + 4,)), "action_mask": Array((NUM_SUBSIDIES + 1,), torch.bool)},
+                "governor": {"numbers": Array((n + 9 + common,)), "action_mask": Array((NUM_LEVELS + 1,), torch.bool)},
+                "planner": {
+                    "numbers": Array((9 * n + common,)),
+                    "action_mask": Array((NUM_SUBSIDIES + 1,), torch.bool),
+                },
             },
             action={"governor": Discrete(NUM_LEVELS + 1), "planner": Discrete(NUM_SUBSIDIES + 1)},
             max_episode_steps=max_episode_steps,
@@ -338,7 +345,9 @@ class CovidEconomy(TensorEnv):
             torch.where(tomorrow <= self.vaccine_day, soon, later),
             day / self.max_episode_steps,
         ]
-        common = torch.stack(common, -1)  # [B, 4]
+        if self.observed_rate is not None:
+            common.append(torch.where(tomorrow <= self.vaccine_day, 0.0, self.observed_rate))
+        common = torch.stack(common, -1)  # [B, 4 or 5]
         size, n = own.shape[0], own.shape[2]
         which = torch.eye(n, device=device).expand(size, -1, -1)
         governor = torch.cat([which, own.transpose(1, 2), common[:, None].expand(-1, n, -1)], -1)

@@ -36,6 +36,15 @@ def test_what_is_wrong_is_found():
     assert found["timed"] == "on a GPU kernel would be the quickest of 2 kernels, by a timing there."
 
 
+def test_a_thousand_agents_step_in_the_memory_that_is_promised():
+    """Continuous Tag by the ten nearest, compiled for a GPU: all that a step makes, docs/multi-agent.md."""
+    ended = lowered.run("tests.bench.lowered_memory")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["buffers"] > 5
+    assert 284_000 <= found["largest"] < found["bytes"] <= 2_300_000
+
+
 FOUND = {
     "launches": 5000,
     "programs": {"make_step.<locals>.step": [128, 13], "Learner._gradient_one": [16, 34]},

@@ -3,6 +3,8 @@
 Without a GPU the same code runs uncaptured, on games that are short.
 """
 
+import functools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -35,13 +37,13 @@ class PlainCovid:
         return {g: {"numbers": x, "action_mask": masks[g]} for g, x in self.oracle.observe().items()}
 
 
-def tag_gridworld(_):
-    env = TagGridWorld(grid_length=5, start="uniform", use_full_observation=False, max_episode_steps=40)
+def tag_gridworld(full, long):
+    env = TagGridWorld(grid_length=5, start="uniform", use_full_observation=full, max_episode_steps=40)
     return env, test_tag_gridworld.Oracle(env), 90
 
 
-def tag_continuous(long):
-    oracle = test_tag_continuous.Oracle(**test_tag_continuous.CASES["blocks"], max_episode_steps=60 if long else 10)
+def tag_continuous(case, long):
+    oracle = test_tag_continuous.Oracle(**test_tag_continuous.CASES[case], max_episode_steps=60 if long else 10)
     return oracle.tensors(), oracle, 125 if long else 12
 
 
@@ -50,24 +52,29 @@ def covid_economy(long):
     return CovidEconomy(days), PlainCovid(days), days + 2
 
 
-GAMES = (tag_gridworld, tag_continuous, covid_economy)
+GAMES = {
+    "gridworld_full": functools.partial(tag_gridworld, True),
+    "gridworld_partial": functools.partial(tag_gridworld, False),
+    **{f"continuous_{case}": functools.partial(tag_continuous, case) for case in test_tag_continuous.CASES},
+    "covid": covid_economy,
+}
 
 
-def play(game, seed, **how):
-    env, oracle, num_steps = game(how["capture"] and how["compile"])
+def play(game, seed, *, long, **how):
+    env, oracle, num_steps = GAMES[game](long)
     how |= {"num_envs": 4, "num_steps": num_steps, "seed": seed}
     assert check_consistency(env, oracle, rtol=1e-7, atol=1e-6, reward_atol=1e-5, **how).num_episodes >= 4
 
 
 @pytest.mark.parametrize("game", GAMES)
 def test_the_rules_are_those_written_out(game, seed):
-    play(game, seed, compile=False, capture=True)
+    play(game, seed, long=False, compile=False, capture=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("game", GAMES)
 def test_the_rules_in_a_graph_are_those_written_out(game, seed):
-    play(game, seed, compile=True, capture=True, device="cuda")
+    play(game, seed, long=True, compile=True, capture=True, device="cuda")
 
 
 def learn(game, num_agents, num_envs, unroll_length, *, compiled, device):

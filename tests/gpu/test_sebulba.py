@@ -1,6 +1,7 @@
 """Sebulba with captured inference and update on a GPU; its logic on the CPU is in tests/sebulba."""
 
 import copy
+import dataclasses
 import time
 
 import pytest
@@ -19,15 +20,33 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
+from torchpod.specs import Array
 
 AGENTS = {
     "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(16,))),
     "lstm": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(16,), recurrent=8, cell="lstm")),
+    **{
+        name: lambda spec, name=name: IMPALA(spec, IMPALAConfig(hidden=(16,), torso=name))
+        for name in ("nature", "impala_shallow", "impala_deep")
+    },
 }
+IMAGES = ("nature", "impala_shallow", "impala_deep")
+
+
+class Drawn(CartPole):
+    """CartPole as an image of bytes in which each number is a bar."""
+
+    def __init__(self, **own):
+        super().__init__(**own)
+        self.spec = dataclasses.replace(self.spec, observation=Array((84, 84, 4), torch.uint8))
+
+    def observe(self, state):
+        size = (128 + 40 * super().observe(state).clamp(-3, 3)).to(torch.uint8)
+        return size[:, None, None].expand(-1, 84, 84, -1).contiguous()
 
 
 def final_state(agent, config, *, compiled, host=True, iterations=6, device="cuda"):
-    env = CartPole(max_episode_steps=20)
+    env = Drawn(max_episode_steps=20) if agent in IMAGES else CartPole(max_episode_steps=20)
     env = HostEnv(env) if host else env
     sebulba = Sebulba(
         lambda: AGENTS[agent](env.spec),
@@ -57,15 +76,41 @@ def test_captured_actors_and_learner_do_what_uncompiled_ones_do_on_the_cpu(agent
         torch.testing.assert_close(x.cpu(), plain.learner.params[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("agent", AGENTS)
-def test_with_a_fixed_lag_two_captured_runs_are_equal_whatever_threads_and_streams_do(agent):
-    lag = 1 if agent == "ppo" else 2
-    config = SebulbaConfig(num_actor_threads=2, pools_per_actor=2, lag=lag)
-    ends = [final_state(agent, config, compiled=True, iterations=30) for _ in range(2)]
+def require_two_equal_runs(agent, **how):
+    config = SebulbaConfig(num_actor_threads=2, pools_per_actor=2, lag=1 if agent == "ppo" else 2, updates_per_batch=2)
+    ends = [final_state(agent, config, **how) for _ in range(2)]
     for a, b in zip(*map(pytree.tree_leaves, ends), strict=True):
         assert torch.equal(a, b)
     assert ends[0].learner.healthy
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_with_a_fixed_lag_two_runs_are_equal(agent):
+    require_two_equal_runs(agent, compiled=False, iterations=2, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("agent", AGENTS)
+def test_with_a_fixed_lag_two_captured_runs_are_equal_whatever_threads_and_streams_do(agent):
+    require_two_equal_runs(agent, compiled=True, iterations=30)
+
+
+def require_learning_from_the_newest(refresh, **how):
+    config = SebulbaConfig(num_actor_threads=2, lag="free", refresh=refresh, updates_per_batch=2)
+    state = final_state("lstm", config, **how)
+    assert state.learner.healthy and state.learner.num_steps == how["iterations"] * 2 * 2 * 2
+    assert 0.8 < int(state.env_steps) / (how["iterations"] * 16 * 8) < 1  # the others were resets
+
+
+@pytest.mark.parametrize("refresh", ["unroll", "step"])
+def test_with_a_free_lag_all_that_is_acted_is_learned_from(refresh):
+    require_learning_from_the_newest(refresh, compiled=False, iterations=4, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("refresh", ["unroll", "step"])
+def test_captured_with_a_free_lag_all_that_is_acted_is_learned_from(refresh):
+    require_learning_from_the_newest(refresh, compiled=True, iterations=30)
 
 
 def replayed_twice(name, *, compiled, device):

@@ -9,7 +9,7 @@ from torch import nn
 from torchrl.objectives import A2CLoss
 
 from tests.interop.actors import SPEC, categorical, critic
-from tests.interop.test_torchrl import anakin
+from tests.interop.rows import anakin
 from torchpod import losses
 from torchpod.algos.torchrl import LOSSES
 from torchpod.anakin import train

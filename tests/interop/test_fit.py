@@ -16,6 +16,7 @@ from torchrl.objectives import (
     DiscreteCQLLoss,
     DiscreteIQLLoss,
     DQNLoss,
+    KLPENPPOLoss,
     SACLoss,
     ValueEstimators,
 )
@@ -48,7 +49,7 @@ UNFIT = {
     "no log-prob": lambda: (
         categorical(return_log_prob=False),
         lambda actor: ClipPPOLoss(actor, critic()),
-        "needs 'action_log_prob' of the actor",
+        "ClipPPOLoss needs 'action_log_prob' of the actor, which writes ['logits']; build it with return_log_pr",
     ),
     "no action": lambda: (
         TensorDictModule(Sums(2), in_keys=["observation"], out_keys=["logits"]),
@@ -140,6 +141,21 @@ UNFIT = {
         lambda actor: with_estimator(DQNLoss(actor, delay_value=True), ValueEstimators.TDLambda),
         "DQNLoss gets rows in any order, and its TDLambdaEstimator reads them as time",
     ),
+    "advantages standardised by the estimator": lambda: (
+        categorical(),
+        lambda actor: with_estimator(A2CLoss(actor, critic()), ValueEstimators.GAE, average_gae=True),
+        "A2CLoss with average_gae is not supported; use normalize_advantage of the loss",
+    ),
+    "parameters of its own": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, critic(), functional=False),
+        "A2CLoss must be made with functional=True and without advantage_norm",
+    ),
+    "no reduction": lambda: (
+        categorical(),
+        lambda actor: without(A2CLoss(actor, critic()), "reduction"),
+        "A2CLoss has no reduction; a loss must say what each row costs, to mask resets",
+    ),
     "no target network": lambda: (
         q_actor(),
         lambda actor: DQNLoss(actor, delay_value=False),
@@ -187,6 +203,18 @@ class WithHead(A2CLoss):
 def with_estimator(loss, kind, **own):
     loss.make_value_estimator(kind, **own)
     return loss
+
+
+def without(loss, name):
+    delattr(loss, name)
+    return loss
+
+
+def test_a_coefficient_that_changes_must_be_named():
+    actor = categorical()
+    told = "KLPENPPOLoss changes {'beta'} while it runs; name them in adaptive=..."
+    with pytest.raises(ValueError, match=re.escape(told)):
+        LossAgent(actor, KLPENPPOLoss(actor, critic()), spec=SPEC, adaptive=())
 
 
 @pytest.mark.parametrize("what", UNFIT)
@@ -253,6 +281,12 @@ def test_a_target_of_the_actor_alone_is_none_of_values(name, delay):
     told = f"{name} has no target network of values; make it with delay_{delay}=True."
     with pytest.raises(ValueError, match=re.escape(told)):
         torchrl_agent(Pendulum().spec, config)
+
+
+def test_an_argument_that_the_loss_cannot_use_is_refused():
+    told = "ClipPPOLoss cannot be made with arguments={'clip_epsilon': 'abc'}: "
+    with pytest.raises(ValueError, match=re.escape(told)):
+        torchrl_agent(SPEC, TorchRLConfig("ClipPPOLoss", hidden=(8,), arguments={"clip_epsilon": "abc"}))
 
 
 def test_an_unknown_argument_of_the_loss_is_refused():

@@ -38,19 +38,22 @@ class PureLoss:
     Args:
       loss: called once before, so that everything that it makes when it is first used is there.
       adaptive: coefficients that it changes while it runs, such as `beta` of KLPENPPOLoss.
+      bootstraps: it makes targets of transitions; its gamma, or that of its value estimator, is `discount` here.
     """
 
     params: dict[str, nn.Parameter]
     """What it learns, by names such as `actor_network.module.0.weight` and `log_alpha`."""
     buffers: dict[str, Tensor]
     """Coefficients, what else of its networks is not learned, and running statistics of values, scalars `[]`."""
+    settings: tuple[str, ...]
+    """Which of the buffers are coefficients that it does not change itself."""
     delayed: tuple[str, ...]
     """The networks that it has targets for."""
     mixes_rows: bool
     """Whether it makes one number of all rows: an adaptive coefficient, running statistics of value targets, or CQL's
     mean of its log-sum-exp."""
 
-    def __init__(self, loss: LossModule, adaptive: Sequence[str] = ()) -> None:
+    def __init__(self, loss: LossModule, adaptive: Sequence[str] = (), *, bootstraps: bool = False) -> None:
         self.loss, self._adaptive = loss, tuple(adaptive)
         self._held: dict[str, tuple[torch.Size, dict[NestedKey, Tensor]]]
         held = {name: child for name, child in loss.named_children() if isinstance(child, TensorDictParams)}
@@ -80,10 +83,17 @@ class PureLoss:
                 f"{type(loss).__name__} has parameters outside its networks, {left}, which would not be trained; make "
                 "them part of a network that it is built of."
             )
+        owners_of_gamma = (loss, loss._modules.get("_value_estimator")) if bootstraps else ()
+        self._discounts = next((own for own in owners_of_gamma if own and "gamma" in own._buffers), None)
         coefficients = {name: x for name, x in loss._buffers.items() if x is not None}
+        if self._discounts is not None:
+            coefficients.pop("gamma", None)
+            self.buffers["discount"] = cast(Tensor, self._discounts._buffers["gamma"])
         self._coefficients = tuple(coefficients)
         self._truths = {name: bool(x) for name, x in coefficients.items() if x.numel() == 1}
         self.buffers |= coefficients
+        discount = () if self._discounts is None else ("discount",)
+        self.settings = (*(name for name in coefficients if name not in self._adaptive), *discount)
         norms = {name: child for name, child in loss.named_children() if isinstance(child, ValueNorm)}
         running = {f"{name}.{k}": (norm, k, x) for name, norm in norms.items() for k, x in norm.state_dict().items()}
         self._running = {name: (cast(Any, norm)._buffers, k, x.shape) for name, (norm, k, x) in running.items()}
@@ -135,6 +145,8 @@ class PureLoss:
         def once() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[NestedKey, Tensor]]:
             own = loss._buffers
             own |= {name: cast(Any, buffers[name]) for name in self._coefficients}
+            if self._discounts is not None:
+                self._discounts._buffers["gamma"] = buffers["discount"]
             for name, (norm, k, shape) in self._running.items():
                 norm[k] = buffers[name].reshape(shape).clone()  # it writes to it
             rows = data.copy()
@@ -181,7 +193,9 @@ class PureLoss:
 
         loss = cast(Any, self.loss)
         before = dict(loss._modules), dict(loss._parameters), dict(loss._buffers)
-        running = [(norm, k, norm[k]) for norm, k, _ in self._running.values()]
+        scalars = [(held, k, held[k]) for held, k, _ in self._running.values()]
+        if self._discounts is not None:
+            scalars.append((self._discounts._buffers, "gamma", self._discounts._buffers["gamma"]))
         loss._modules |= {name: tree(name) for name in self._held}
         loss._parameters |= {name: params[name] for name in self._own}
         loss._erase_cache()
@@ -189,8 +203,8 @@ class PureLoss:
             yield
         finally:
             loss._modules, loss._parameters, loss._buffers = before
-            for norm, k, x in running:
-                norm[k] = x
+            for held, k, x in scalars:
+                held[k] = x
             loss._erase_cache()
 
     @contextlib.contextmanager

@@ -136,10 +136,11 @@ class LossAgent(Agent):
             self._fit.check_value(critic, cast(Any, loss.tensor_keys).value, example)
         self._check_loss(loss, example)
 
-        self._pure = PureLoss(loss, adaptive)
+        self._pure = PureLoss(loss, adaptive, bootstraps=not self._on_policy)
         self._keys = cast(Any, loss.tensor_keys)
         for name, x in (self._pure.params | self._pure.buffers).items():
             _register(self, name, x)
+        self.hyperparameters = (*self.hyperparameters, *self._pure.settings)
         self._actor = _Net(actor, self._pure.names_in(actor, "actor"))
         self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic, "critic"))
         self.target_rate = target_rate if self._pure.delayed else None

@@ -24,7 +24,7 @@ from torchpod.anakin import RunState, init_state, next_state
 from torchpod.compile import Compiler
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import Env, close_all
-from torchpod.episodes import average, count_episodes
+from torchpod.episodes import average, counting
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.replay import ReplayConfig
@@ -170,7 +170,7 @@ class Sebulba:
                 unroll_length=unroll_length,
                 compiler=compiler,
             )
-        self.compiler, self._count = compiler, compiler(count_episodes)
+        self.compiler, self._count = compiler, compiler(counting(self.agent.teams))
         if compiler.enabled and not self.agent.may_fall_back:
             compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
             self._advances = [compiled[self._actor_device(i)] for i in range(num_pools)]

@@ -143,7 +143,7 @@ def train(
     if sebulba.replay:
         sebulba.replay.check_calls(iterations_per_call)
     until = sebulba.num_iterations if until is None else until
-    names = names_of(state.carry.timestep)
+    names = names_of(state.carry.timestep, sebulba.agent.teams)
     iteration, began = int(state.iteration), time.perf_counter()
     try:
         program = Program(sebulba, state)

@@ -34,6 +34,7 @@ class Oracle:
         vaccine_day=296,
         vaccine_interval=1,
         vaccines_per_million=3000,
+        observe_rate=False,
         governor_health_priority=0.3,
         planner_health_priority=0.45,
         risk_aversion=2,
@@ -43,6 +44,7 @@ class Oracle:
     ):
         self.T, self.enforce, self.cooldown, self.dt_s = max_episode_steps, enforce_masks, cooldown, subsidy_interval
         self.t_v, self.dt_v, self.vpm, self.eta = vaccine_day, vaccine_interval, vaccines_per_million, risk_aversion
+        self.rate = observe_rate
         self.m_i, self.m_s, self.m_u = spread_scale, response_scale, unemployment_scale
         with open(FILES / "covid_states.csv") as file:
             rows = list(csv.DictReader(file))
@@ -140,6 +142,7 @@ class Oracle:
         tomorrow, first, dt = self.t + 1, self.t_v, self.dt_v
         vaccine = min(1, (first - tomorrow) / dt) if tomorrow <= first else 1 - tomorrow % dt / dt
         common = [(self.dt_s - self.t % self.dt_s) / self.dt_s, self.sigma / 20, vaccine, self.t / self.T]
+        common += [self.vpm / 1e6 if tomorrow > first else 0.0] * self.rate
         governor = np.concatenate([np.eye(N), own.T, np.tile(common, (N, 1))], 1)
         return {"governor": governor, "planner": np.concatenate([own.ravel(), common])[None]}
 
@@ -206,6 +209,7 @@ def test_an_episode_in_which_masks_are_not_enforced_equals_the_oracle():
     "settings",
     [
         {"vaccine_day": 30, "vaccine_interval": 7, "vaccines_per_million": 8000, "risk_aversion": 1},
+        {"vaccine_day": 50, "observe_rate": True},
         {"cooldown": 10, "subsidy_interval": 13, "governor_health_priority": 1, "planner_health_priority": 2.5},
         {"spread_scale": 1.5, "response_scale": 0.8, "unemployment_scale": 1.7, "risk_aversion": 0.5},
     ],
@@ -213,7 +217,7 @@ def test_an_episode_in_which_masks_are_not_enforced_equals_the_oracle():
 def test_other_settings_equal_the_oracle_too(settings):
     env, oracles = CovidEconomy(200, **settings), [Oracle(200, **settings) for _ in range(2)]
     require_equal(env, oracles, [Anything(3), always(0, 20)])
-    if "vaccine_day" in settings:
+    if "vaccine_interval" in settings:
         assert (oracles[1].S == 0).any() and (oracles[1].V > 0).all()  # all are immune before the vaccine is used up
 
 

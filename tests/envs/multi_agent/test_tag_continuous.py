@@ -151,12 +151,14 @@ def test_the_rules_are_those_written_out(case, compile, seed):
     assert report.num_episodes >= 6
 
 
-def test_the_default_game_is_that_written_out(seed):
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_default_game_is_that_written_out(compile, seed):
     """110 agents of which each sees the ten nearest, for more than 500 steps."""
     defaults = {"num_taggers": 10, "num_runners": 100, "grid_length": 20.0, "max_episode_steps": 500}
     defaults |= {"num_acceleration_levels": 20, "num_turn_levels": 20, "num_other_agents_observed": 10}
     oracle = Oracle(tagging_distance=0.02, **defaults)
-    check_consistency(TagContinuous(), oracle, num_envs=1, num_steps=502, seed=seed, rtol=1e-7, atol=1e-6)
+    how = {"num_envs": 1, "num_steps": 502, "compile": compile}
+    check_consistency(TagContinuous(), oracle, seed=seed, rtol=1e-7, atol=1e-6, **how)
 
 
 def place(env, xy, **others):
