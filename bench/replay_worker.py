@@ -43,6 +43,7 @@ class Case(NamedTuple):
 
 VECTOR, IMAGE = ((4,), torch.float32, 1_000_000, 64, 16), ((84, 84, 4), torch.uint8, 20_000, 16, 16)
 FRAMES = (84, 84, 1), torch.uint8, 1_000_000, 16, 16
+FEW = VECTOR[0], torch.float32, 10_000, 16, 16
 STACKS = (84, 84, 4), *FRAMES[1:]
 FRAMES_MEMORY = 84 * 84 + 20 + 750
 """MB: a million steps, and 750 for Python, PyTorch, the compiled program and its samples."""
@@ -56,6 +57,7 @@ CASES = (
     Case("insert_million_stacks", "insert", *STACKS, memory=FRAMES_MEMORY, frame_stack=4),
     Case("sample_million_stacks", "sample", *STACKS, memory=FRAMES_MEMORY, frame_stack=4),
     Case("sample_prioritised", "sample", *VECTOR, prioritised=True),
+    Case("sample_few_prioritised", "sample", *FEW, prioritised=True),
     Case("priorities", "priorities", *VECTOR, prioritised=True),
 )
 ROWS = 256

@@ -6,14 +6,14 @@ of the module's own. So one file serves one run, a population (vmap over variabl
 updates, and both loops. An agent never learns which loop it is in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchpod.types import NO_TEAMS, ActorOutput, Batch, LossOutput, Teams, TimeStep, Trajectory, Tree
+from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 Variables = dict[str, Tensor]
 """Parameters and buffers of an agent by name."""
@@ -35,31 +35,29 @@ class Agent(nn.Module):
     target_interval: int = 1
     """Targets follow after every so many updates."""
     annealed: tuple[str, ...] = ()
-    """Hyperparameters that fall linearly to 0 over the run, in `act` and in `loss`, as those of the learner's `anneal`
-    do."""
+    """Hyperparameters that fall linearly to 0 over the run, in `act` and `loss`, as those of the learner's `anneal`."""
     optimizer_intervals: Mapping[str, int] = {}
     """Optimizer groups that take a step after every so many updates, e.g. a policy that waits for its critic."""
     replayed: int = 0
     """Steps T of the trajectories that `prepare` gets from replay, e.g. n of n-step targets; 0: no replay, it learns
     from what was just seen. Then `prepare` may return fewer rows than steps, or one more, `[T', B, ...]`; a recurrent
     agent gets `actor_state`, the others none, and `last_actor_state` is empty."""
-    teams: Teams = NO_TEAMS
-    """Agents of an environment with groups whose episodes are counted apart from those of their groups: by name, what a
-    tree `{group: [..., N_group, ...]}`, N_group at an axis, says of them, `[..., N, ...]`."""
+    teams: Mapping[str, Callable[[dict[str, Tree], int], Tree]] = {}
+    """Agents whose episodes are counted apart from those of their groups: picks them, `[..., N, ...]`, out of a tree by
+    group, `[..., N_group, ...]`, with N_group at an axis."""
     max_lag: int | None = 0
     """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
 
     hyperparameters: tuple[str, ...] = ()
     """Names of its own, as `hyperparameter` has registered them."""
     begins_as: Mapping[str, str] = {}
-    """`{"policies.runner": "runs/first:runner"}`: parts of the agent that begin a new run as policies of another one
-    (policies.py). Only runs do so: an agent by itself is as it was made."""
+    """`{"policies.runner": "runs/first:runner"}`: parts that begin a new run as policies of another (policies.py)."""
     may_fall_back: bool = False
     """True: what does not compile of this agent runs uncompiled, after a warning that says why."""
     through_env: bool = False
-    """True: the gradient of `loss` also flows through the trajectory, that is through the steps of the environment that
-    led there, to the actions and parameters (through_env.py). The agent is `recurrent`, its losses are summed, and it
-    detaches what they should not feel. Anakin alone runs it, in environments with the trait `differentiable`."""
+    """True: the gradient of `loss` also flows through the steps of the environment, to actions and parameters
+    (through_env.py). The agent is `recurrent`, its losses are summed, and it detaches what they should not feel. Anakin
+    alone runs it, in environments with the trait `differentiable`."""
     reuse_forward: bool = False
     """True: the update differentiates the forward pass of the rollout instead of computing it again
     (reuse_forward.py). `act` puts what its networks say into `extras["forward"]`, `prepare` hands it on as
@@ -110,9 +108,9 @@ class Agent(nn.Module):
         raise NotImplementedError
 
     def statistics(self, trajectory: Trajectory) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
-        """What the agent keeps running moments of: `{name of a RunningMoments module: [..., *its shape]}`.
+        """`{name of a RunningMoments module: [..., *its shape]}`, or a pair, with weights `[...]`.
 
-        Or a pair, with weights `[...]`. The learner adds this to their buffers after each update, over all ranks.
+        The learner adds this to their buffers after each update, over all ranks.
         """
         del trajectory
         return {}

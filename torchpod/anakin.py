@@ -54,8 +54,7 @@ class RunState(NamedTuple):
     priorities: Priorities | tuple[()] = ()
     """Of the replay buffer, if it has any. What it holds is in no state: see torchpod.replay."""
     older: tuple[Variables, ...] = ()
-    """Parameters and buffers of the `lag` versions before the newest, oldest first: Sebulba's actors may still act with
-    them."""
+    """Variables of the `lag` versions before the newest, oldest first: Sebulba's actors may still act with them."""
 
 
 class NonFiniteError(FloatingPointError):

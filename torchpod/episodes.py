@@ -1,13 +1,17 @@
 """Returns and lengths of the episodes that end inside a trajectory, and what environments report of them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpod.types import LAST, NO_TEAMS, Teams, TimeStep
+from torchpod.types import LAST, TimeStep, Tree
+
+Teams = Mapping[str, Callable[[dict[str, Tree], int], Tree]]
+"""See `Agent.teams`."""
+NO_TEAMS: Teams = {}
 
 
 class Episodes(NamedTuple):

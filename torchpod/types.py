@@ -4,17 +4,12 @@ Axes have one letter everywhere: T time, B environment, N agent, A action, P pop
 agents (`groups`) observation, action, reward and discount are dicts by group name with leaves `[B, N_group, ...]`.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 Tree = Any
 """A tensor, or any nesting of tuples, lists and dicts of tensors."""
-
-Teams = Mapping[str, Callable[[dict[str, Tree], int], Tree]]
-"""See `Agent.teams`."""
-NO_TEAMS: Teams = {}
 
 FIRST, MID, LAST = 0, 1, 2
 """Step types, as in dm_env (https://github.com/google-deepmind/dm_env)."""

@@ -139,6 +139,12 @@ def test_a_row_says_agent_steps_floor_memory_and_the_figure_of_warpdrive(tmp_pat
     assert sampler["peer"] is None and sampler["note"].startswith("4,900,000 samples/s; step 2,041 us, floor 28:")
 
 
+def test_a_floor_that_was_undercut_is_none(tmp_path, monkeypatch):
+    status, document = run(tmp_path, monkeypatch, [Case("tag_gridworld", 5, 2000)], 1e8, 9800.0, device="cpu")
+    told = "env_only_tag_gridworld_5/2000: an iteration took 0.2 ms, and its floor is 1.3."
+    assert (status, document["failures"]) == (1, [told])
+
+
 def test_goals_that_are_missed_fail(tmp_path, monkeypatch):
     cases = [Case("tag_gridworld", 5, 60), Case("tag_gridworld", 5, 500)]
     status, document = run(tmp_path, monkeypatch, cases, 150.0, 10.0, device="cpu")
