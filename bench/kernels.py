@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from torchpod.graph import Replay
-
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 REPLAY = "replay"
 
 
-def profiled(replay: Replay) -> list[Any]:
-    """The profiler's events of one replay, in the range `REPLAY`; the last synchronisation is the profiler's own."""
+def profiled(replay: Callable[[], Any]) -> list[Any]:
+    """The profiler's events of one call, in the range `REPLAY`; the last synchronisation is the profiler's own."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

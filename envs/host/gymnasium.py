@@ -25,6 +25,8 @@ _ANSWERS = {
     "reset": ("observation", "info"),
     "step": ("observation", "reward", "terminated", "truncated", "info"),
 }
+_USUAL = [float, bool, bool]
+"""Types of reward, terminated and truncated."""
 MASK = "action_mask"
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
@@ -84,12 +86,12 @@ class Gymnasium:
         from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
         self.close()
-        makers, mode = [self._make] * keys.shape[0], AutoresetMode.NEXT_STEP
+        mode, size = AutoresetMode.NEXT_STEP, keys.shape[0]
+        make = functools.partial(_in_worker if self._processes else _checked, self._make, self.spec.name)
         if self._processes:
-            makers = [functools.partial(_in_worker, self._make, self.spec.name)] * keys.shape[0]
-            self._envs = AsyncVectorEnv(makers, autoreset_mode=mode, context="forkserver")
+            self._envs = AsyncVectorEnv([make] * size, autoreset_mode=mode, context="forkserver")
         else:
-            self._envs = SyncVectorEnv(makers, autoreset_mode=mode)
+            self._envs = SyncVectorEnv([make] * size, autoreset_mode=mode)
         seeds = random.bits(keys, 1)[:, 0].tolist()
         self._pending = "reset"
         with self._naming_what_went_wrong():
@@ -128,10 +130,6 @@ class Gymnasium:
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error
         except (ValueError, TypeError, AttributeError, LookupError) as error:  # perhaps of NumPy
-            if not self._processes and any(x in str(error) for x in ("unpack", "'items'", "with a sequence")):
-                env = self._envs.envs[0].unwrapped
-                complete(env.reset(), "reset", self.spec.name)
-                complete(env.step(env.action_space.sample()), "step", self.spec.name)
             space = self._envs.single_observation_space
             for observation in getattr(self._envs, "_env_obs", ()):
                 if self._pending == "reset" and observation is None:  # not reset yet
@@ -222,8 +220,13 @@ def complete(answer: Any, method: str, name: str) -> Any:
     """What `reset` or `step` returned; raises `ValueError` if it is not what Gymnasium asks for."""
     wanted = _ANSWERS[method]
     if isinstance(answer, tuple) and len(answer) == len(wanted):
-        if method == "step" and (shape := np.shape(answer[1])) != ():
-            raise ValueError(f"{name} gave a reward of shape {list(shape)}; give a number.")
+        if method == "step":
+            _, reward, *ends, _ = answer
+            if type(reward) is not float and (shape := np.shape(reward)) != ():
+                raise ValueError(f"{name} gave a reward of shape {list(shape)}; give a number.")
+            for what, end in zip(wanted[2:4], ends, strict=True):
+                if type(end) is not bool and not (np.shape(end) == () and end in (0, 1)):
+                    raise ValueError(f"{name} gave {what}={end!r}; give True or False.")
         return answer
     came = f"{len(answer)} values" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
     raise ValueError(
@@ -257,26 +260,41 @@ def _in_worker(make: Callable[[], Any], name: str) -> Any:
     """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself."""
     if multiprocessing.parent_process() is not None:  # Gymnasium makes one in the run's own process too, to look at
         os.setpgrp()
-    return _checked(make(), name)
+    # The memory that processes share keeps sizes alone, and repeats a number.
+    return _checked(make, name, observations=True)
 
 
-def _checked(env: Any, name: str) -> Any:
-    """Looks at the shapes of observations: the memory that processes share keeps sizes alone, and repeats a number."""
+def _checked(make: Callable[[], Any], name: str, *, observations: bool = False) -> Any:
+    """Looks at what an environment returns, and at the shapes of observations if nobody else does."""
     import gymnasium
 
     class Checked(gymnasium.Wrapper):
         def reset(self, **arguments: Any) -> Any:
-            return self.seen(*complete(self.env.reset(**arguments), "reset", name))
+            try:
+                return self.seen(complete(self.env.reset(**arguments), "reset", name))
+            except (ValueError, TypeError) as error:
+                self.unwrap(error, "reset")
+                raise
 
         def step(self, action: Any) -> Any:
-            return self.seen(*complete(self.env.step(action), "step", name))
+            try:
+                answer = self.env.step(action)
+                usual = type(answer) is tuple and [*map(type, answer[1:4])] == _USUAL  # without a call: 1 us
+                return self.seen(answer if usual and len(answer) == 5 else complete(answer, "step", name))
+            except (ValueError, TypeError) as error:
+                self.unwrap(error, "step", action)
+                raise
 
-        def seen(self, observation: Any, *rest: Any) -> Any:
-            if (wrong := misfit(observation, self.observation_space)) is not None:
+        def unwrap(self, error: Exception, method: str, *action: Any) -> None:
+            if "unpack" in str(error):  # a wrapper does, what the environment itself returns
+                complete(getattr(self.unwrapped, method)(*action), method, name)
+
+        def seen(self, answer: Any) -> Any:
+            if observations and (wrong := misfit(answer[0], self.observation_space)) is not None:
                 raise ValueError(f"{name} gave an observation {wrong}; make them agree.")
-            return observation, *rest
+            return answer
 
-    return Checked(env)
+    return Checked(make())
 
 
 def host_timestep(

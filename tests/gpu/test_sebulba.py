@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from tests.replay import agents as replay_agents
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.bench import gpu, gpu_checks
+from torchpod.bench import gpu, gpu_checks, kernels
 from torchpod.bench.gpu import HostCase
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
@@ -20,6 +20,7 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
+from torchpod.sebulba.program import Program
 from torchpod.specs import Array
 
 AGENTS = {
@@ -45,10 +46,10 @@ class Drawn(CartPole):
         return size[:, None, None].expand(-1, 84, 84, -1).contiguous()
 
 
-def final_state(agent, config, *, compiled, host=True, iterations=6, device="cuda"):
+def make(agent, config, *, compiled, host=True, iterations=6, device="cuda"):
     env = Drawn(max_episode_steps=20) if agent in IMAGES else CartPole(max_episode_steps=20)
     env = HostEnv(env) if host else env
-    sebulba = Sebulba(
+    return Sebulba(
         lambda: AGENTS[agent](env.spec),
         lambda: copy.copy(env),
         num_envs=16,
@@ -59,10 +60,30 @@ def final_state(agent, config, *, compiled, host=True, iterations=6, device="cud
         config=config,
         device=device,
     )
+
+
+def final_state(agent, config, **how):
+    sebulba = make(agent, config, **how)
     state = sebulba.init(0)
     for _, program in train(sebulba, state):
         state = program.state
     return state
+
+
+@pytest.mark.gpu
+def test_the_learner_asks_the_device_once_in_an_iteration_whether_its_gradients_are_finite():
+    """With an environment on the device, in the main thread: what acts and what learns is seen."""
+    sebulba = make("ppo", SebulbaConfig(num_actor_threads=0, lag=0), compiled=True, host=False)
+    program = Program(sebulba, sebulba.init(0))
+    program.begin()
+    try:
+        for _ in range(2):
+            program()
+        found = kernels.waits(kernels.profiled(program))
+    finally:
+        program.close()
+    assert [name for name in found if "Memcpy" in name] == ["Memcpy DtoH (Device -> Pageable)"]
+    assert len(found) == 2  # the copy, and that it is waited for
 
 
 @pytest.mark.gpu

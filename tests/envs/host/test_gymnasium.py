@@ -262,15 +262,16 @@ class Wrong(gymnasium.Env):
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, space, good, bad, reward=0.0):
+    def __init__(self, space, good, bad, reward=0.0, ends=(False, False)):
         self.observation_space, self.good, self.bad, self.reward, self.count = space, good, bad, reward, 0
+        self.ends = ends
 
     def reset(self, *, seed=None, options=None):
         return self.good, {}
 
     def step(self, action):
         self.count += 1
-        return self.bad if self.count > 2 else self.good, self.reward, False, False, {}
+        return self.bad if self.count > 2 else self.good, self.reward, *self.ends, {}
 
 
 UNIT, PAIR = spaces.Box(0.0, 1.0, (1,)), spaces.Dict({"a": spaces.Box(0.0, 1.0, (1,)), "b": spaces.Discrete(2)})
@@ -288,8 +289,10 @@ ONE = np.ones(1, np.float32)
         ((PAIR, {"a": ONE, "b": 1}, {"a": np.ones(2), "b": 1}), r"of shape \[2\], and the space says \[1\]"),
         ((spaces.Tuple([UNIT]), (ONE,), ()), "Wrong gave an observation without 0, which its space has"),
         ((UNIT, ONE, ONE, np.ones(2)), r"Wrong gave a reward of shape \[2\]; give a number"),
+        ((UNIT, ONE, ONE, 0.0, (None, False)), "Wrong gave terminated=None; give True or False"),
+        ((UNIT, ONE, ONE, 0.0, (np.False_, 0.5)), "Wrong gave truncated=0.5; give True or False"),
     ],
-    ids=["none", "type", "entry", "shape", "tuple", "reward"],
+    ids=["none", "type", "entry", "shape", "tuple", "reward", "terminated", "truncated"],
 )
 def test_what_does_not_fit_its_space_is_named(arguments, message, processes):
     env = Gymnasium(functools.partial(Wrong, *arguments), processes=processes)
