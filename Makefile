@@ -42,7 +42,7 @@ test-all: setup $(HOST_READY)
 # The oldest TorchRL and TensorDict that are supported, in a folder that no other program sees.
 test-oldest: setup
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest torchrl==0.13.3 tensordict==0.13.0
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -m "not gpu and not slow" -rs tests/interop \
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -m "not gpu" -rs tests/interop \
 	tests/algos/test_torchrl_multi_agent.py tests/algos/test_torchrl_masks.py tests/docs/test_torchrl_losses.py tests/docs/test_torchrl_envs.py \
 	tests/envs/host/test_torchrl.py tests/bench/test_losses.py $(ARGS)
 
