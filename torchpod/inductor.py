@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from torchpod import blame, cpu_ops, gxx, mlp
+from torchpod import blame, cpu_ops, gpu_unroll, gxx, mlp
 from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.quicker import rare_collections
@@ -212,6 +212,7 @@ class _Program(Signature):
         super().__init__(args)
         graph, fakes, result, mode = trace(fn, args)
         simplify(graph)
+        self._fn, self._on_gpu = fn, any(x.device.type == "cuda" for x in fakes)
         self.write = writer(result)
         self._compiled = lowered(graph, fakes, mode)
         self.run: Callable[[list[Tensor]], Any] = self._first_run
@@ -253,6 +254,10 @@ class _Program(Signature):
             with contextlib.suppress(LookupError):
                 if self.entry is not None:
                     loop = Unroll(self.entry, args, self.write(self.run(list(self._leaves(args)))))
+                elif gpu_unroll.ENABLED and self._on_gpu:
+                    graph, *_ = trace(self._fn, args)  # inductor changes the one that it gets
+                    simplify(graph)
+                    loop = gpu_unroll.GpuUnroll(graph, args, self.write(self.run(list(self._leaves(args)))))
             self._loop = loop
         return self._loop
 

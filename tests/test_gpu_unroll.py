@@ -1,0 +1,89 @@
+"""The steps of an unroll as one kernel of a GPU, interpreted; and on a GPU."""
+
+import json
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import gpu_unroll
+from torchpod.algos.ppo import PPO
+from torchpod.anakin import Anakin
+from torchpod.bench import lowered
+from torchpod.compile import Compiler
+from torchpod.envs import CartPole
+from torchpod.graph import Replay
+from torchpod.learner import LearnerConfig
+
+SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor of an H100, for one block of threads."""
+NUM_ENVS = 20
+"""More than a block has rows, and not twice as many."""
+RUNS = {
+    "cartpole": ["env=cartpole"],
+    "normalised": ["env=cartpole", "algo.agent.normalize_observation=true", "algo.agent.hidden=[16]"],
+    "pendulum": ["env=pendulum", "algo.agent.activation=relu"],
+    "acrobot": ["env=acrobot"],
+    "memory_chain": ["env=memory_chain"],
+    "impala": ["algo=impala", "env=bernoulli_bandit"],
+}
+
+
+def printed(runs, *arguments):
+    ended = lowered.run("tests.unrolls_on_a_gpu", json.dumps(runs), *arguments)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_the_steps_are_those_of_a_loop(seed):
+    runs = [["algo=ppo", f"num_envs={NUM_ENVS}", f"seed={seed}", *own] for own in RUNS.values()]
+    for name, (difference, is_equal) in zip(RUNS, printed(runs, "--check"), strict=True):
+        assert difference < 2e-5 and is_equal, name
+
+
+def test_what_has_no_kernel_is_named():
+    runs = [
+        ["algo=ppo", "env=minatar_breakout"],
+        ["algo=ppo", "env=catch"],
+        ["algo=ppo", "env=cartpole", "algo.agent.hidden=[128]"],
+        ["algo=ppo", "env=cartpole", "algo.agent.recurrent=4"],
+    ]
+    breakout, convolution, wide, recurrent = printed([[*own, f"num_envs={NUM_ENVS}"] for own in runs], "--check")
+    assert breakout == "a row of 400 numbers has no room in registers"
+    assert convolution == "aten.convolution.default has no kernel here"
+    assert "has too many numbers" in wide and recurrent == "aten.addmm.default has no kernel here"
+
+
+@pytest.mark.slow
+def test_machine_code_of_it_fits_on_an_h100():
+    runs = [["algo=ppo", *RUNS[name], "num_envs=1024"] for name in ("cartpole", "acrobot")]
+    for found in printed(runs):
+        assert 0 < found["shared"] <= SHARED_BYTES and found["lines"] > 500
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_envs", [20, 1024])
+def test_iterations_with_it_are_those_without(num_envs, monkeypatch):
+    def after(is_enabled):
+        monkeypatch.setattr(gpu_unroll, "ENABLED", is_enabled)
+        env = CartPole()
+        anakin = Anakin(
+            lambda: PPO(env.spec),
+            env,
+            num_envs=num_envs,
+            unroll_length=16,
+            learner=LearnerConfig(),
+            num_iterations=2,
+            compiler=Compiler(True),
+            device="cuda",
+        )
+        replay = Replay(anakin.iterate, anakin.init(0), capture=True)
+        replay()
+        (program,) = anakin._step._programs  # pyright: ignore[reportFunctionMemberAccess]: it is compiled
+        assert isinstance(program._loop, gpu_unroll.GpuUnroll) == is_enabled
+        return pytree.tree_map(torch.clone, replay.state)
+
+    one, other = after(True), after(False)
+    for name, x in one.learner.params.items():
+        torch.testing.assert_close(x, other.learner.params[name], rtol=1e-3, atol=1e-4)
+    assert one.env_steps == other.env_steps > 0

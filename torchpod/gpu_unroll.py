@@ -1,0 +1,643 @@
+"""The steps of an unroll as one kernel of an NVIDIA GPU: policy, environment, random words and all that lies between.
+
+A step is traced as for inductor (inductor.py). Its graph says, row by row, what becomes of an environment, so that a
+block of threads can take some rows through all steps, with their state in its registers: no launch in between, and
+nothing read again. Here the graph is written out as a kernel of Triton, operator by operator: a tensor `[B, ...]` is as
+many columns `[BLOCK]` as a row of it has numbers, and indexing, concatenation and views only rename columns. Networks
+are those of gpu_mlp.py. What has an operator that is not in `POINTWISE` or below, or rows of many numbers, stays what
+inductor makes of it, a step at a time.
+
+It pays where launches bound a run, that is with few environments. It has not run on a GPU yet, so that it is off
+without TORCHPOD_UNROLL_KERNEL=1 (docs/design.md).
+"""
+
+import functools
+import hashlib
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchpod.cpu_calls import Unroll
+from torchpod.trees import reader
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+ENABLED = os.environ.get("TORCHPOD_UNROLL_KERNEL") == "1"
+MOST_COLUMNS = 64
+"""Numbers in a row of a tensor: each is a register of every thread."""
+MOST_LINES = 20_000
+"""Of a kernel."""
+BLOCK = 16
+"""Rows of a block: the least that a product of matrices takes, for there are few."""
+WARPS = 4
+
+TYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
+
+
+class Value(NamedTuple):
+    """A tensor: the names of what a row of it holds, in the order of its elements."""
+
+    shape: tuple[int, ...]
+    """Without the rows, if it has any."""
+    columns: tuple[str, ...]
+    has_rows: bool
+    dtype: torch.dtype
+
+    @property
+    def is_one_number(self) -> bool:
+        """The same everywhere, so that it may have any shape."""
+        return not self.has_rows and len(set(self.columns)) == 1
+
+
+def _cast(x: str, source: torch.dtype, to: torch.dtype) -> str:
+    if source == to:
+        return x
+    if to == torch.bool:
+        return f"({x} != 0)"
+    return f"{x}.to({TYPES[to]})"
+
+
+def _number(x: float | bool) -> str:
+    if isinstance(x, float) and not math.isfinite(x):
+        return f'float("{x}")'
+    return repr(int(x) if isinstance(x, bool) else x)
+
+
+_SAME = "same"
+"""Arguments are brought to the type of the result; in comparisons to the type that they have in common."""
+_NAN = "propagate_nan=tl.PropagateNan.ALL"
+POINTWISE: dict[Any, tuple[str, str]] = {
+    aten.add.Tensor: ("{} + {}", _SAME),
+    aten.sub.Tensor: ("{} - {}", _SAME),
+    aten.mul.Tensor: ("{} * {}", _SAME),
+    aten.div.Tensor: ("{} / {}", _SAME),
+    aten.neg.default: ("-{}", _SAME),
+    aten.abs.default: ("tl.abs({})", _SAME),
+    aten.minimum.default: (f"tl.minimum({{}}, {{}}, {_NAN})", _SAME),
+    aten.maximum.default: (f"tl.maximum({{}}, {{}}, {_NAN})", _SAME),
+    aten.where.self: ("tl.where({}, {}, {})", "where"),
+    aten.bitwise_and.Tensor: ("{} & {}", _SAME),
+    aten.bitwise_and.Scalar: ("{} & {}", _SAME),
+    aten.bitwise_or.Tensor: ("{} | {}", _SAME),
+    aten.bitwise_xor.Tensor: ("{} ^ {}", _SAME),
+    aten.logical_and.default: ("{} & {}", _SAME),
+    aten.logical_or.default: ("{} | {}", _SAME),
+    **dict.fromkeys((aten.__rshift__.Scalar, aten.__rshift__.Tensor), ("{} >> {}", _SAME)),
+    **dict.fromkeys((aten.__lshift__.Scalar, aten.__lshift__.Tensor), ("{} << {}", _SAME)),
+    aten.exp.default: ("libdevice.exp({})", _SAME),
+    aten.log.default: ("libdevice.log({})", _SAME),
+    aten.log1p.default: ("libdevice.log1p({})", _SAME),
+    aten.sqrt.default: ("libdevice.sqrt({})", _SAME),
+    aten.sin.default: ("libdevice.sin({})", _SAME),
+    aten.cos.default: ("libdevice.cos({})", _SAME),
+    aten.tanh.default: ("libdevice.tanh({})", _SAME),
+    aten.floor.default: ("libdevice.floor({})", _SAME),
+    aten.round.default: ("libdevice.nearbyint({})", _SAME),
+    aten.reciprocal.default: ("1.0 / {}", _SAME),
+    aten.relu.default: ("tl.where({0} <= 0, 0.0, {0})", _SAME),
+    prims.convert_element_type.default: ("{}", _SAME),
+    **dict.fromkeys((aten.clone.default, aten.alias.default, aten.detach.default), ("{}", _SAME)),
+    aten.lift_fresh_copy.default: ("{}", _SAME),
+    **{
+        getattr(getattr(aten, name), kind): (f"{{}} {sign} {{}}", "compare")
+        for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+        for kind in ("Tensor", "Scalar")
+    },
+}
+"""Operators of numbers, as Triton has them."""
+
+
+class _Source:
+    """Writes the kernel of a step.
+
+    Args:
+      graph: of `(variables, carry, *rest) -> (carry, output)`.
+      num_before: tensors of `variables`.
+      num_carry: tensors of the carry.
+      rows: B.
+
+    Raises:
+      LookupError: if the step cannot be written so.
+    """
+
+    def __init__(self, graph: GraphModule, num_before: int, num_carry: int, rows: int) -> None:
+        self._graph, self.rows, self._lines, self._values = graph, rows, list[str](), dict[Node, Value]()
+        self._by_network: dict[Node, list[Value]] = {}
+        self._given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        carry = range(num_before, num_before + num_carry)
+        (output,) = graph.graph.find_nodes(op="output")
+        self._results = cast("list[Node]", list(cast(Any, output.args[0])))
+        for i, node in enumerate(self._given):
+            is_row = i >= num_before and node.meta["val"].ndim > 0
+            self._values[node] = self._argument(node, i, is_row, i in carry)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                self._values[node] = self._constant(node)
+            elif node.op == "call_function":
+                value = self._called(node)
+                if value is not None:
+                    self._values[node] = value
+            if len(self._lines) > MOST_LINES:
+                raise LookupError(f"its kernel would have more than {MOST_LINES} lines")
+        self.carry = [self._values[node] for node in self._given[num_before : num_before + num_carry]]
+        results = [self._values[node] for node in self._results]
+        self.text = self._text(results, num_before, num_carry)
+
+    # What goes in.
+
+    def _argument(self, node: Node, i: int, is_row: bool, is_carried: bool) -> Value:
+        fake = node.meta["val"]
+        if fake.dtype not in TYPES:
+            raise LookupError(f"it takes {fake.dtype}")
+        shape = tuple(fake.shape[1:] if is_row else fake.shape)
+        if is_row and fake.shape[0] != self.rows:
+            raise LookupError("not all that it takes has a row per environment")
+        size = math.prod(shape)
+        if not is_row and size > MOST_COLUMNS:
+            return Value(shape, (), False, fake.dtype)  # weights, which networks read themselves
+        if size > MOST_COLUMNS:
+            raise LookupError(f"a row of {size} numbers has no room in registers")
+        columns = tuple(f"{'c' if is_carried else 'a'}{i}_{j}" for j in range(size))
+        return Value(shape, columns, is_row, fake.dtype)
+
+    def _constant(self, node: Node) -> Value:
+        value = getattr(self._graph, str(node.target))
+        has_rows = value.ndim > 0 and len(value) == self.rows and bool((value == value[:1]).all())
+        value = value[0] if has_rows else value  # broadcast while it was folded
+        if value.numel() > MOST_COLUMNS:
+            raise LookupError(f"a table of {value.numel()} numbers has no room in registers")
+        if value.dtype not in TYPES:
+            raise LookupError(f"a table has {value.dtype}")
+        numbers = [self.literal(x, value.dtype) for x in value.flatten().tolist()]
+        return Value(tuple(value.shape), tuple(numbers), has_rows, value.dtype)
+
+    def literal(self, x: float, dtype: torch.dtype) -> str:
+        return self.put(f"tl.full([], {_number(x)}, {TYPES[dtype]})")
+
+    def put(self, expression: str) -> str:
+        name = f"t{len(self._lines)}"
+        self._lines.append(f"{name} = {expression}")
+        return name
+
+    # What is computed.
+
+    def _called(self, node: Node) -> Value | None:
+        target = node.target
+        if target is torch.ops.torchpod.mlps.default:
+            return None  # its results are, by `getitem`
+        if target in _SPLITS:
+            return None
+        if target is operator.getitem:
+            whole, part = cast("tuple[Node, int]", node.args)
+            if whole.target in _SPLITS:
+                chosen = _SPLITS[whole.target]
+                return _moved(lambda x, *args: chosen(x, *args)[part])(self, whole, node.meta["val"])
+            return self._networks(whole)[part]
+        value = node.meta["val"]
+        if not isinstance(value, Tensor) or value.dtype not in TYPES:
+            raise LookupError(f"{target} has no kernel here")
+        if target in POINTWISE:
+            return self._pointwise(node, value)
+        made = _MAKERS.get(cast(Any, target))
+        if made is None:
+            raise LookupError(f"{target} has no kernel here")
+        return made(self, node, value)
+
+    def of(self, node: Any) -> Value:
+        """What a node is."""
+        value = self._values[node]
+        if not value.columns:
+            raise LookupError(f"{node} has too many numbers")
+        return value
+
+    def shaped(self, value: Value, whole: Sequence[int]) -> Value:
+        """With the shape `whole` that a tensor has, rows included if it has any: by broadcasting."""
+        whole = list(whole)
+        lead = whole[:1] == [self.rows]
+        size = math.prod(whole[1:] if lead else whole)
+        if size > MOST_COLUMNS:
+            raise LookupError(f"a row of {size} numbers has no room in registers")
+        if value.is_one_number:
+            return Value(tuple(whole[1:] if lead else whole), (value.columns[0],) * size, lead, value.dtype)
+        own = list(value.shape)
+        if value.has_rows and not (lead and len(own) + 1 == len(whole)):
+            raise LookupError("rows are moved to another axis")
+        grows = lead and not value.has_rows and (len(own) < len(whole) or own[0] == 1)  # the same for each row
+        own = own[1:] if grows and len(own) == len(whole) else own
+        has_rows = value.has_rows or grows
+        shape = whole[1:] if has_rows else whole
+        index = torch.arange(math.prod(own)).reshape(own).expand(shape).flatten().tolist()
+        return Value(tuple(shape), tuple(value.columns[i] for i in index), has_rows, value.dtype)
+
+    def _pointwise(self, node: Node, result: Tensor) -> Value:
+        expression, kind = POINTWISE[cast(Any, node.target)]
+        arguments = list(node.args)
+        if node.target is prims.convert_element_type.default:
+            arguments = arguments[:1]
+        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+            raise LookupError(f"{node.target} with {dict(node.kwargs)} has no kernel here")
+        tensors = [self.of(x) for x in arguments if isinstance(x, Node)]
+        wanted = [result.dtype] * len(arguments)
+        if kind == "compare":
+            metas = [x.meta["val"] if isinstance(x, Node) else x for x in arguments]
+            wanted = [torch.result_type(*cast(Any, metas))] * len(arguments)
+        elif kind == "where":
+            wanted[0] = torch.bool
+        if all(value.is_one_number for value in tensors):
+            shaped = {x: self.of(x) for x in arguments if isinstance(x, Node)}
+            shape, has_rows, count = (), False, 1
+        else:
+            shaped = {x: self.shaped(self.of(x), result.shape) for x in arguments if isinstance(x, Node)}
+            has_rows = any(value.has_rows for value in shaped.values())
+            if has_rows and not all(value.has_rows for value in shaped.values()):
+                raise LookupError("a table has a number for every environment")
+            shape = tuple(result.shape[1:] if has_rows else result.shape)
+            count = math.prod(shape)
+        columns = []
+        for j in range(count):
+            told = []
+            for x, dtype in zip(arguments, wanted, strict=True):
+                if isinstance(x, Node):
+                    told.append(_cast(shaped[x].columns[j], shaped[x].dtype, dtype))
+                else:
+                    told.append(_number(cast(Any, x)))
+            columns.append(self.put(expression.format(*told)))
+        return Value(shape, tuple(columns), has_rows, result.dtype)
+
+    def _networks(self, node: Node) -> list[Value]:
+        x, parameters, networks, activation, keep = cast(Any, node.args)
+        if node not in self._by_network:
+            seen, own = self.of(x), len(parameters) // networks
+            if keep or len(seen.shape) != 1 or not seen.has_rows:
+                raise LookupError("networks of many inputs have kernels of their own")
+            parts = [parameters[k * own : (k + 1) * own] for k in range(networks)]
+            self._by_network[node] = [self._network(seen, part, activation == 2) for part in parts]
+        return self._by_network[node]
+
+    def _network(self, seen: Value, parameters: Sequence[Node], relu: bool) -> Value:
+        sizes = [seen.shape[0], *(bias.meta["val"].shape[-1] for bias in parameters[1::2])]
+        padded = [max(16, 1 << (size - 1).bit_length()) for size in sizes]
+        tile = self.put(f"tl.zeros([BLOCK, {padded[0]}], tl.float32)")
+        inputs = self.put(f"tl.arange(0, {padded[0]})[None, :]")
+        for j, column in enumerate(seen.columns):
+            whole = f"tl.broadcast_to({column}, [BLOCK])[:, None]"
+            tile = self.put(f"tl.where({inputs} == {j}, {whole}, {tile})")
+        for i, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True)):
+            w, b = (f"p{self._given.index(x)}" for x in (weight, bias))
+            read = f"_weight({w}, {sizes[i + 1]}, {sizes[i]}, {padded[i]}, {padded[i + 1]})"
+            tile = self.put(f"_layer({tile}, {read}, _bias({b}, {sizes[i + 1]}, {padded[i + 1]}), TF)")
+            if i < len(sizes) - 2:
+                tile = self.put(f"_activated({tile}, {relu}, TF)")
+        outputs = self.put(f"tl.arange(0, {padded[-1]})[None, :]")
+        columns = [self.put(f"tl.sum(tl.where({outputs} == {j}, {tile}, 0.0), 1)") for j in range(sizes[-1])]
+        return Value((sizes[-1],), tuple(columns), True, torch.float32)
+
+    # What comes out.
+
+    def _text(self, results: Sequence[Value], num_before: int, num_carry: int) -> str:
+        carry, outputs = results[:num_carry], results[num_carry:]
+        names = [f"p{i}" for i in range(len(self._given))]
+        names += [f"n{i}" for i in range(num_carry)] + [f"s{i}" for i in range(len(results))]
+        head, body, tail = [], [f"    {line}" for line in self._lines], []
+        for i, node in enumerate(self._given):
+            value = self._values[node]
+            for j, name in enumerate(value.columns):
+                at = f"r * {len(value.columns)} + {j}, mask=inside, other=0" if value.has_rows else f"{j}"
+                read = f"tl.load(p{i} + {at})"
+                head.append(f"{name} = {read}{'.to(tl.int1)' if value.dtype == torch.bool else ''}")
+        for i, (before, after) in enumerate(zip(self.carry, carry, strict=True)):
+            if before.has_rows:
+                after = self.shaped(after, (self.rows, *before.shape))
+            for j, name in enumerate(after.columns):
+                new = f"tl.broadcast_to({name}, [BLOCK])" if before.has_rows else name
+                body.append(f"    m{i}_{j} = {_cast(new, after.dtype, before.dtype)}")
+        for i, before in enumerate(self.carry):
+            size = len(before.columns)
+            for j, name in enumerate(before.columns):
+                if before.has_rows:
+                    head.append(f"if s{i} is not None:\n        tl.store(s{i} + r * {size} + {j}, {name}, mask=inside)")
+                    where = f"((t + 1) * rows + r) * {size} + {j}"
+                    body.append(
+                        f"    if s{i} is not None:\n            tl.store(s{i} + {where}, m{i}_{j}, mask=inside)"
+                    )
+                    tail.append(f"tl.store(n{i} + r * {size} + {j}, {name}, mask=inside)")
+                else:
+                    tail.append(f"tl.store(n{i} + {j}, {name})")
+        for i, before in enumerate(self.carry):
+            body += [f"    {name} = m{i}_{j}" for j, name in enumerate(before.columns)]
+        for i, (value, node) in enumerate(zip(outputs, self._results[num_carry:], strict=True), num_carry):
+            whole = self.shaped(value, node.meta["val"].shape)
+            if not whole.has_rows:
+                raise LookupError("an output has no row per environment")
+            size = len(whole.columns)
+            for j, name in enumerate(whole.columns):
+                body.append(f"    tl.store(s{i} + (t * rows + r) * {size} + {j}, {name}, mask=inside)")
+        first = "r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)", "inside = r < rows"
+        lines = [*first, *head, "for t in range(0, length):", *body, *tail]
+        arguments = ", ".join([*names, "rows", "length", "BLOCK: tl.constexpr", "TF: tl.constexpr"])
+        return _HEAD + f"def unroll({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+_HEAD = """import triton
+import triton.language as tl
+from torch._inductor.runtime.triton_helpers import libdevice
+
+from torchpod.gpu_mlp import _activated, _bias, _layer, _weight
+
+
+@triton.jit
+"""
+
+
+# Operators that rename columns, or go through them.
+
+
+def _moved(fn: Callable[..., Tensor]) -> Any:
+    """An operator that only chooses elements, tried out on their numbers, of one row."""
+
+    def make(source: _Source, node: Node, result: Tensor) -> Value:
+        value = source.of(node.args[0])
+        if value.is_one_number:
+            return source.shaped(value, result.shape)
+        lead = (1,) if value.has_rows else ()
+        index = torch.arange(len(value.columns)).reshape(*lead, *value.shape)
+        rest = [_of_one_row(x, source.rows) if value.has_rows else x for x in node.args[1:]]
+        out = fn(index, *rest, **node.kwargs)
+        if value.has_rows:
+            if out.ndim != result.ndim or out.shape[0] != 1 or result.shape[0] != source.rows:
+                raise LookupError("rows are moved to another axis")
+            out = out[0]
+        chosen = tuple(value.columns[i] for i in out.flatten().tolist())
+        return Value(tuple(out.shape), chosen, value.has_rows, value.dtype)
+
+    return make
+
+
+def _of_one_row(x: Any, rows: int) -> Any:
+    """Sizes, with 1 in the place of the rows."""
+    return [1 if i == 0 and n == rows else n for i, n in enumerate(x)] if isinstance(x, list | tuple) else x
+
+
+def _keeps_rows(source: _Source, node: Node, dim: int, ndim: int, value: Value) -> int:
+    """The axis among those of a row."""
+    dim = dim % ndim
+    if value.has_rows and dim == 0:
+        raise LookupError(f"{node.target} goes over rows")
+    return dim - 1 if value.has_rows else dim
+
+
+def _joined(source: _Source, node: Node, result: Tensor) -> Value:
+    nodes, *rest = cast(Any, node.args)
+    dim = cast(int, rest[0] if rest else node.kwargs.get("dim", 0))
+    parts, shapes = [source.of(x) for x in nodes], [x.meta["val"].shape for x in nodes]
+    has_rows = any(part.has_rows for part in parts) or list(result.shape[:1]) == [source.rows]
+    whole = [source.shaped(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+    if any(part.has_rows != has_rows for part in whole):
+        raise LookupError(f"{node.target} of rows and of what has none")
+    axis = _keeps_rows(source, node, dim, result.ndim, whole[0])
+    offset, indices, columns = 0, [], []
+    for part in whole:
+        indices.append(torch.arange(offset, offset + len(part.columns)).reshape(part.shape))
+        columns += [_cast(x, part.dtype, result.dtype) for x in part.columns]
+        offset += len(part.columns)
+    index = torch.cat(indices, axis)
+    names = [x if x.isidentifier() else source.put(x) for x in columns]
+    return Value(tuple(index.shape), tuple(names[i] for i in index.flatten().tolist()), has_rows, result.dtype)
+
+
+def _made(source: _Source, node: Node, result: Tensor) -> Value:
+    """`full`, `scalar_tensor`: one number."""
+    number = node.args[1] if node.target is aten.full.default else node.args[0]
+    if isinstance(number, Node):
+        raise LookupError(f"{node.target} of a tensor")
+    return Value((), (source.literal(cast(Any, number), result.dtype),), False, result.dtype)
+
+
+def _counted(source: _Source, node: Node, result: Tensor) -> Value:
+    if result.numel() > MOST_COLUMNS:
+        raise LookupError(f"a table of {result.numel()} numbers has no room in registers")
+    start, step = cast(Any, node.kwargs.get("start", 0)), cast(Any, node.kwargs.get("step", 1))
+    numbers = [source.literal(start + step * i, result.dtype) for i in range(result.numel())]
+    return Value(tuple(result.shape), tuple(numbers), False, result.dtype)
+
+
+def _groups(source: _Source, node: Node, value: Value, dims: Sequence[int], keep: bool) -> Iterator[Any]:
+    """The shape of what is left, and for each element of it the columns that are brought together, in order."""
+    ndim = len(value.shape) + value.has_rows
+    axes = [_keeps_rows(source, node, dim, ndim, value) for dim in dims]
+    index = torch.arange(len(value.columns)).reshape(value.shape)
+    rest = [i for i in range(index.ndim) if i not in axes]
+    yield tuple(1 if i in axes else n for i, n in enumerate(value.shape) if keep or i not in axes)
+    flat = index.permute(*rest, *axes).reshape(math.prod(value.shape[i] for i in rest), -1)
+    yield from ([value.columns[i] for i in row] for row in flat.tolist())
+
+
+def _reduced(combine: str) -> Any:
+    """Column by column, from the first to the last."""
+
+    def make(source: _Source, node: Node, result: Tensor) -> Value:
+        args = [*node.args, None, False][:3]
+        value, keep = source.of(args[0]), bool(args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+        whole = cast(Node, args[0]).meta["val"].shape
+        value = source.shaped(value, whole)
+        dims = cast(Any, args[1])
+        if dims is None or (isinstance(dims, list) and not dims):
+            raise LookupError(f"{node.target} goes over rows")
+        shape, *groups = _groups(source, node, value, [dims] if isinstance(dims, int) else dims, keep)
+        columns = []
+        for group in groups:
+            total = source.put(_cast(group[0], value.dtype, result.dtype))
+            for x in group[1:]:
+                total = source.put(combine.format(total, _cast(x, value.dtype, result.dtype)))
+            columns.append(total)
+        return Value(shape, tuple(columns), value.has_rows, result.dtype)
+
+    return make
+
+
+def _argmax(source: _Source, node: Node, result: Tensor) -> Value:
+    """The first of the largest; NaN is larger than anything."""
+    args = [*node.args, None, False][:3]
+    value = source.shaped(source.of(args[0]), cast(Node, args[0]).meta["val"].shape)
+    if args[1] is None:
+        raise LookupError(f"{node.target} goes over rows")
+    keep = bool(args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+    shape, *groups = _groups(source, node, value, [cast(int, args[1])], keep)
+    columns = []
+    for group in groups:
+        best, where = group[0], source.literal(0, torch.int64)
+        for i, x in enumerate(group[1:], 1):
+            is_better = source.put(f"({x} > {best}) | (({x} != {x}) & ({best} == {best}))")
+            where = source.put(f"tl.where({is_better}, {i}, {where}).to(tl.int64)")
+            best = source.put(f"tl.where({is_better}, {x}, {best})")
+        columns.append(where)
+    return Value(shape, tuple(columns), value.has_rows, torch.int64)
+
+
+def _gathered(source: _Source, node: Node, result: Tensor) -> Value:
+    """Of the columns along an axis that which a row asks for."""
+    x, dim, at = cast(Any, node.args[:3])
+    value, index = (source.shaped(source.of(n), n.meta["val"].shape) for n in (x, at))
+    if not (value.has_rows and index.has_rows):
+        raise LookupError(f"{node.target} of a table")
+    axis = _keeps_rows(source, node, dim, result.ndim, value)
+    numbers = torch.arange(len(value.columns)).reshape(value.shape)
+    own = torch.arange(len(index.columns)).reshape(index.shape)
+    columns = []
+    for flat in range(own.numel()):
+        place = list(torch.unravel_index(torch.tensor(flat), own.shape)) if own.ndim else []
+        place = [int(p) for p in place]
+        found = None
+        for j in range(value.shape[axis]):
+            place[axis] = j
+            column = value.columns[int(numbers[tuple(place)])]
+            asked = f"{index.columns[flat]} == {j}"
+            found = column if found is None else source.put(f"tl.where({asked}, {column}, {found})")
+        columns.append(cast(str, found))
+    return Value(tuple(index.shape), tuple(columns), True, value.dtype)
+
+
+def _clamped(source: _Source, node: Node, result: Tensor) -> Value:
+    """NaN stays NaN."""
+    value, given = source.of(node.args[0]), [*node.args[1:], None, None]
+    low, high = (None, given[0]) if node.target is aten.clamp_max.default else given[:2]
+    low, high = low if low is not None else node.kwargs.get("min"), high if high is not None else node.kwargs.get("max")
+    columns = []
+    for x in value.columns:
+        x = _cast(x, value.dtype, result.dtype)
+        for limit, sign in ((low, "<"), (high, ">")):
+            if isinstance(limit, Node):
+                raise LookupError(f"{node.target} by tensors has no kernel here")
+            if limit is not None:
+                most = source.literal(cast(Any, limit), result.dtype)
+                x = source.put(f"tl.where({x} {sign} {most}, {most}, {x})")
+        columns.append(x)
+    return Value(value.shape, tuple(columns), value.has_rows, result.dtype)
+
+
+def _remainder(source: _Source, node: Node, result: Tensor) -> Value:
+    """Python's, of a number above 0."""
+    value, by = source.of(node.args[0]), cast(Any, node.args[1])
+    if not by > 0:
+        raise LookupError(f"{node.target} by {by} has no kernel here")
+    form, columns = "libdevice.fmod({}, {})" if result.is_floating_point() else "{} % {}", []
+    for x in value.columns:
+        most = source.literal(by, result.dtype)
+        left = source.put(form.format(_cast(x, value.dtype, result.dtype), most))
+        columns.append(source.put(f"tl.where({left} < 0, {left} + {most}, {left})"))
+    return Value(value.shape, tuple(columns), value.has_rows, result.dtype)
+
+
+def _negated(source: _Source, node: Node, result: Tensor) -> Value:
+    value = source.of(node.args[0])
+    form = "({} == 0)" if result.dtype == torch.bool else "~{}"
+    columns = tuple(source.put(form.format(x)) for x in value.columns)
+    return Value(value.shape, columns, value.has_rows, result.dtype)
+
+
+def _power(source: _Source, node: Node, result: Tensor) -> Value:
+    """By whole numbers, as products."""
+    value, exponent = source.of(node.args[0]), node.args[1]
+    if exponent not in (2, 3, 4):
+        raise LookupError(f"{node.target} to {exponent} has no kernel here")
+    columns = []
+    for x in value.columns:
+        x = _cast(x, value.dtype, result.dtype)
+        columns.append(source.put(" * ".join([f"({x})"] * int(cast(Any, exponent)))))
+    return Value(value.shape, tuple(columns), value.has_rows, result.dtype)
+
+
+_SPLITS: dict[Any, Callable[..., Sequence[Tensor]]] = {
+    aten.unbind.int: torch.unbind,
+    aten.split.Tensor: torch.split,
+    aten.split_with_sizes.default: torch.split,
+}
+_MAKERS: dict[Any, Callable[[_Source, Node, Tensor], Value]] = {
+    aten.view.default: _moved(lambda x, sizes: x.reshape(sizes)),
+    aten.reshape.default: _moved(lambda x, sizes: x.reshape(sizes)),
+    aten.expand.default: lambda source, node, result: source.shaped(source.of(node.args[0]), result.shape),
+    aten.unsqueeze.default: _moved(torch.unsqueeze),
+    aten.squeeze.dim: _moved(torch.squeeze),
+    aten.permute.default: _moved(torch.permute),
+    aten.slice.Tensor: _moved(lambda x, *args: aten.slice.Tensor(x, *args)),
+    aten.select.int: _moved(torch.select),
+    aten.cat.default: _joined,
+    aten.full.default: _made,
+    aten.scalar_tensor.default: _made,
+    prims.iota.default: _counted,
+    aten.sum.dim_IntList: _reduced("{} + {}"),
+    aten.amax.default: _reduced(f"tl.maximum({{}}, {{}}, {_NAN})"),
+    aten.amin.default: _reduced(f"tl.minimum({{}}, {{}}, {_NAN})"),
+    aten.any.dim: _reduced("{} | {}"),
+    aten.all.dim: _reduced("{} & {}"),
+    aten.argmax.default: _argmax,
+    aten.gather.default: _gathered,
+    aten.clamp.default: _clamped,
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_max.default), _clamped),
+    aten.remainder.Scalar: _remainder,
+    aten.pow.Tensor_Scalar: _power,
+    aten.bitwise_not.default: _negated,
+    aten.logical_not.default: _negated,
+}
+
+
+class GpuUnroll(Unroll):
+    """See the module, and `Unroll`.
+
+    Args:
+      graph: of a step, traced and simplified for a GPU.
+      args: arguments for an example.
+      result: of these.
+
+    Raises:
+      LookupError: if the step cannot be written so, or is no such step.
+    """
+
+    def __init__(self, graph: GraphModule, args: tuple[Any, ...], result: tuple[Any, Any]) -> None:
+        super().__init__(cast(Any, None), args, result)
+        before = reader(args[1])(args[1])
+        rows = {len(x) for x in before if x.ndim}
+        if len(rows) != 1 or all(x.ndim for x in before):  # without a number that all share, the counter of steps
+            raise LookupError("not all of the carry has a row per environment, or there are members of a population")
+        (self._rows,) = rows
+        source = _Source(graph, self._num_before, self._num_carry, self._rows)
+        self.source = source.text
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """Of Triton."""
+        from torch._inductor.codecache import PyCodeCache
+
+        digest = hashlib.sha256(self.source.encode()).hexdigest()
+        return PyCodeCache.load(self.source, digest[:16]).unroll
+
+    def run(self, inputs: list[Tensor], length: int, axis: int) -> tuple[Any, Any, Any]:
+        """See `Unroll.run`; one launch."""
+        assert axis == 0
+        carry = [torch.empty_like(x) for x in inputs[self._num_before : self._num_before + self._num_carry]]
+        shown: list[Tensor | None] = [None] * self._num_carry
+        for i in self._timestep:
+            shown[i] = carry[i].new_empty(length + 1, *carry[i].shape)
+        outputs = [x.new_empty(length, *x.shape) for x in self._outputs[self._num_carry :]]
+        precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        grid = (-(-self._rows // BLOCK),)
+        self.kernel[grid](
+            *inputs, *carry, *shown, *outputs, self._rows, length, BLOCK=BLOCK, TF=precision, num_warps=WARPS
+        )
+        last, outputs = self._write([*carry, *outputs])
+        return last, self._write_timestep([cast(Tensor, shown[i]) for i in self._timestep]), outputs
