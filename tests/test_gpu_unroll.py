@@ -26,6 +26,7 @@ RUNS = {
     "acrobot": ["env=acrobot"],
     "memory_chain": ["env=memory_chain"],
     "impala": ["algo=impala", "env=bernoulli_bandit"],
+    "telling": ["algo=tests/unrolls_on_a_gpu.py:Telling", "env=cartpole"],
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import gpu_unroll, inductor
+from torchpod.algos.ppo import PPO
 from torchpod.anakin import Anakin
 from torchpod.bench import interpreted
 from torchpod.bench.lowered_worker import CAPABILITY, SIZE, OnCpu, pretend
@@ -20,6 +21,14 @@ from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, unroll
 
 LENGTH = 5
+
+
+class Telling(PPO):
+    """Says what it saw, which is part of the carry."""
+
+    def act(self, timestep, state, keys, explore=True):
+        output, state = super().act(timestep, state, keys, explore)
+        return output._replace(extras=output.extras | {"seen": timestep.observation}), state
 
 
 def made(overrides):

@@ -338,8 +338,6 @@ class _Source:
                     tail.append(f"tl.store(n{i} + r * {size} + {j}, {name}, mask=inside)")
                 else:
                     tail.append(f"tl.store(n{i} + {j}, {name})")
-        for i, before in enumerate(self.carry):
-            body += [f"    {name} = m{i}_{j}" for j, name in enumerate(before.columns)]
         for i, (value, node) in enumerate(zip(outputs, self._results[num_carry:], strict=True), num_carry):
             whole = self.shaped(value, node.meta["val"].shape)
             if not whole.has_rows:
@@ -347,6 +345,8 @@ class _Source:
             size = len(whole.columns)
             for j, name in enumerate(whole.columns):
                 body.append(f"    tl.store(s{i} + (t * rows + r) * {size} + {j}, {name}, mask=inside)")
+        for i, before in enumerate(self.carry):  # at the end, for what is above may still ask for the old ones
+            body += [f"    {name} = m{i}_{j}" for j, name in enumerate(before.columns)]
         first = "r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)", "inside = r < rows"
         lines = [*first, *head, "for t in range(0, length):", *body, *tail]
         arguments = ", ".join([*names, "rows", "length", "BLOCK: tl.constexpr", "TF: tl.constexpr"])
