@@ -1,6 +1,7 @@
 """The steps of an unroll as one kernel of a GPU, interpreted; and on a GPU."""
 
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchpod.bench import lowered
 from torchpod.compile import Compiler
 from torchpod.envs import CartPole
 from torchpod.graph import Replay
+from torchpod.inductor import simplify, trace
 from torchpod.learner import LearnerConfig
 
 SHARED_BYTES = 227 * 1024
@@ -53,6 +55,55 @@ def test_what_has_no_kernel_is_named():
     assert breakout == "a row of 400 numbers has no room in registers"
     assert convolution == "aten.convolution.default has no kernel here"
     assert "has too many numbers" in wide and recurrent == "aten.addmm.default has no kernel here"
+
+
+class Step(NamedTuple):
+    """As much of a `Carry` as an unroll needs."""
+
+    timestep: torch.Tensor
+    x: torch.Tensor
+    step: torch.Tensor
+
+
+def text_of(fn, size=4, timestep=None, x=None, given=None):
+    """The kernel of `(variables, carry) -> ((timestep, x, count), output)` that a function of these makes."""
+    carry = Step(
+        torch.ones(size) if timestep is None else timestep,
+        torch.ones(size, 2) if x is None else x,
+        torch.tensor(0),
+    )
+
+    def step(variables, carry):
+        timestep, x, output = fn(variables, carry)
+        return Step(timestep, x, carry.step + 1), output
+
+    args = (torch.ones(3) if given is None else given), carry
+    graph, *_ = trace(step, args)
+    simplify(graph)
+    return gpu_unroll.GpuUnroll(graph, args, step(*args)).source
+
+
+def test_truth_values_are_added_as_truth_values_and_carries_are_what_they_were():
+    ends = torch.tensor([True, False, True, False])
+    text = text_of(lambda v, c: (c.timestep + (c.timestep > 1), c.x, c.timestep), timestep=ends)
+    assert " | " in text
+    with pytest.raises(LookupError, match="what is carried becomes a table of the environments"):
+        text_of(lambda v, c: (torch.arange(4.0), c.x, c.x))
+
+
+@pytest.mark.parametrize(
+    ("fn", "how", "told"),
+    [
+        (lambda v, c: (c.timestep, c.x, c.x.flatten(0, 1)[:4]), {}, "rows are brought together"),
+        (lambda v, c: (c.timestep, c.x.flip(0), c.x), {}, "has no kernel here"),
+        (lambda v, c: (c.timestep + v.sum(), c.x, c.x), {"given": torch.arange(8.0)[::2]}, "is not contiguous"),
+        (lambda v, c: (c.timestep, c.x, c.x), {"timestep": torch.tensor(1.0)}, "what a timestep tells has no rows"),
+        (lambda v, c: (c.timestep, c.x + torch.arange(4.0)[:, None], c.x), {}, "rows are moved|a table has a number"),
+    ],
+)
+def test_what_would_be_another_step_has_no_kernel(fn, how, told):
+    with pytest.raises(LookupError, match=told):
+        text_of(fn, **how)
 
 
 @pytest.mark.slow

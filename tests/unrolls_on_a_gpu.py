@@ -88,7 +88,9 @@ def compiled(overrides):
     constants |= {n: None for n, x in zip(names, given, strict=False) if x is None}
     source = triton.ASTSource(looped.kernel, signature, constants)
     target = compiler.GPUTarget("cuda", CAPABILITY, SIZE["warp_size"])
-    kernel = triton.compile(source, target=target, options={"num_warps": gpu_unroll.WARPS})
+    kernel = triton.compile(
+        source, target=target, options={"num_warps": gpu_unroll.WARPS, "num_stages": gpu_unroll.STAGES}
+    )
     return {"shared": kernel.metadata.shared, "lines": looped.source.count("\n"), "ptx": len(kernel.asm["ptx"])}
 
 

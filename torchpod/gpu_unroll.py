@@ -11,6 +11,7 @@ It pays where launches bound a run, that is with few environments. It has not ru
 without TORCHPOD_UNROLL_KERNEL=1 (docs/design.md).
 """
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -35,7 +36,8 @@ MOST_LINES = 20_000
 """Of a kernel."""
 BLOCK = 16
 """Rows of a block: the least that a product of matrices takes, for there are few."""
-WARPS = 4
+WARPS, STAGES = 4, 1
+"""Of a block; weights are not read ahead, which would take their memory twice."""
 
 TYPES = {
     torch.float64: "tl.float64",
@@ -120,6 +122,7 @@ POINTWISE: dict[Any, tuple[str, str]] = {
     },
 }
 """Operators of numbers, as Triton has them."""
+_OF_FLOATS = (aten.floor.default, aten.round.default, aten.relu.default)
 
 
 class _Source:
@@ -138,6 +141,7 @@ class _Source:
     def __init__(self, graph: GraphModule, num_before: int, num_carry: int, rows: int) -> None:
         self._graph, self.rows, self._lines, self._values = graph, rows, list[str](), dict[Node, Value]()
         self._by_network: dict[Node, list[Value]] = {}
+        self._num_before = num_before
         self._given = [node for node in graph.graph.nodes if node.op == "placeholder"]
         carry = range(num_before, num_before + num_carry)
         (output,) = graph.graph.find_nodes(op="output")
@@ -246,6 +250,10 @@ class _Source:
 
     def _pointwise(self, node: Node, result: Tensor) -> Value:
         expression, kind = POINTWISE[cast(Any, node.target)]
+        if node.target is aten.add.Tensor and result.dtype == torch.bool:
+            expression = "{} | {}"
+        if node.target in _OF_FLOATS and not result.is_floating_point():
+            raise LookupError(f"{node.target} of whole numbers has no kernel here")
         arguments = list(node.args)
         if node.target is prims.convert_element_type.default:
             arguments = arguments[:1]
@@ -274,6 +282,8 @@ class _Source:
             for x, dtype in zip(arguments, wanted, strict=True):
                 if isinstance(x, Node):
                     told.append(_cast(shaped[x].columns[j], shaped[x].dtype, dtype))
+                elif isinstance(x, bool) or dtype == torch.bool:
+                    told.append(self.literal(bool(x), torch.bool))
                 else:
                     told.append(_number(cast(Any, x)))
             columns.append(self.put(expression.format(*told)))
@@ -298,6 +308,8 @@ class _Source:
             whole = f"tl.broadcast_to({column}, [BLOCK])[:, None]"
             tile = self.put(f"tl.where({inputs} == {j}, {whole}, {tile})")
         for i, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True)):
+            if not {weight, bias} <= set(self._given[: self._num_before]):
+                raise LookupError("a network has parameters that are computed in the step")
             w, b = (f"p{self._given.index(x)}" for x in (weight, bias))
             read = f"_weight({w}, {sizes[i + 1]}, {sizes[i]}, {padded[i]}, {padded[i + 1]})"
             tile = self.put(f"_layer({tile}, {read}, _bias({b}, {sizes[i + 1]}, {padded[i + 1]}), TF)")
@@ -321,8 +333,9 @@ class _Source:
                 read = f"tl.load(p{i} + {at})"
                 head.append(f"{name} = {read}{'.to(tl.int1)' if value.dtype == torch.bool else ''}")
         for i, (before, after) in enumerate(zip(self.carry, carry, strict=True)):
-            if before.has_rows:
-                after = self.shaped(after, (self.rows, *before.shape))
+            after = self.shaped(after, (self.rows, *before.shape)) if before.has_rows else after
+            if after.has_rows != before.has_rows or len(after.columns) != len(before.columns):
+                raise LookupError("what is carried becomes a table of the environments")
             for j, name in enumerate(after.columns):
                 new = f"tl.broadcast_to({name}, [BLOCK])" if before.has_rows else name
                 body.append(f"    m{i}_{j} = {_cast(new, after.dtype, before.dtype)}")
@@ -331,7 +344,7 @@ class _Source:
             for j, name in enumerate(before.columns):
                 if before.has_rows:
                     head.append(f"if s{i} is not None:\n        tl.store(s{i} + r * {size} + {j}, {name}, mask=inside)")
-                    where = f"((t + 1) * rows + r) * {size} + {j}"
+                    where = f"(at + rows) * {size} + {j}"
                     body.append(
                         f"    if s{i} is not None:\n            tl.store(s{i} + {where}, m{i}_{j}, mask=inside)"
                     )
@@ -344,11 +357,11 @@ class _Source:
                 raise LookupError("an output has no row per environment")
             size = len(whole.columns)
             for j, name in enumerate(whole.columns):
-                body.append(f"    tl.store(s{i} + (t * rows + r) * {size} + {j}, {name}, mask=inside)")
+                body.append(f"    tl.store(s{i} + at * {size} + {j}, {name}, mask=inside)")
         for i, before in enumerate(self.carry):  # at the end, for what is above may still ask for the old ones
             body += [f"    {name} = m{i}_{j}" for j, name in enumerate(before.columns)]
         first = "r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)", "inside = r < rows"
-        lines = [*first, *head, "for t in range(0, length):", *body, *tail]
+        lines = [*first, *head, "for t in range(0, length):", "    at = (r * 0 + t) * rows + r", *body, *tail]
         arguments = ", ".join([*names, "rows", "length", "BLOCK: tl.constexpr", "TF: tl.constexpr"])
         return _HEAD + f"def unroll({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
 
@@ -367,8 +380,8 @@ from torchpod.gpu_mlp import _activated, _bias, _layer, _weight
 # Operators that rename columns, or go through them.
 
 
-def _moved(fn: Callable[..., Tensor]) -> Any:
-    """An operator that only chooses elements, tried out on their numbers, of one row."""
+def _moved(fn: Callable[..., Tensor], *, to_shape: bool = False) -> Any:
+    """An operator that only chooses elements, tried out on their numbers, of one row; `to_shape`: it is given one."""
 
     def make(source: _Source, node: Node, result: Tensor) -> Value:
         value = source.of(node.args[0])
@@ -376,7 +389,12 @@ def _moved(fn: Callable[..., Tensor]) -> Any:
             return source.shaped(value, result.shape)
         lead = (1,) if value.has_rows else ()
         index = torch.arange(len(value.columns)).reshape(*lead, *value.shape)
-        rest = [_of_one_row(x, source.rows) if value.has_rows else x for x in node.args[1:]]
+        rest = list(node.args[1:])
+        if to_shape and value.has_rows:
+            shape = list(cast(Any, rest[0]))
+            if shape[:1] != [source.rows]:
+                raise LookupError("rows are brought together")
+            rest[0] = cast(Any, [1, *shape[1:]])
         out = fn(index, *rest, **node.kwargs)
         if value.has_rows:
             if out.ndim != result.ndim or out.shape[0] != 1 or result.shape[0] != source.rows:
@@ -386,11 +404,6 @@ def _moved(fn: Callable[..., Tensor]) -> Any:
         return Value(tuple(out.shape), chosen, value.has_rows, value.dtype)
 
     return make
-
-
-def _of_one_row(x: Any, rows: int) -> Any:
-    """Sizes, with 1 in the place of the rows."""
-    return [1 if i == 0 and n == rows else n for i, n in enumerate(x)] if isinstance(x, list | tuple) else x
 
 
 def _keeps_rows(source: _Source, node: Node, dim: int, ndim: int, value: Value) -> int:
@@ -447,8 +460,8 @@ def _groups(source: _Source, node: Node, value: Value, dims: Sequence[int], keep
     yield from ([value.columns[i] for i in row] for row in flat.tolist())
 
 
-def _reduced(combine: str) -> Any:
-    """Column by column, from the first to the last."""
+def _reduced(combine: str, *, bits: bool = False) -> Any:
+    """Column by column, from the first to the last; `bits` are those of truth values."""
 
     def make(source: _Source, node: Node, result: Tensor) -> Value:
         args = [*node.args, None, False][:3]
@@ -456,7 +469,7 @@ def _reduced(combine: str) -> Any:
         whole = cast(Node, args[0]).meta["val"].shape
         value = source.shaped(value, whole)
         dims = cast(Any, args[1])
-        if dims is None or (isinstance(dims, list) and not dims):
+        if dims is None or (isinstance(dims, list) and not dims) or (bits and result.dtype != torch.bool):
             raise LookupError(f"{node.target} goes over rows")
         shape, *groups = _groups(source, node, value, [dims] if isinstance(dims, int) else dims, keep)
         columns = []
@@ -568,8 +581,8 @@ _SPLITS: dict[Any, Callable[..., Sequence[Tensor]]] = {
     aten.split_with_sizes.default: torch.split,
 }
 _MAKERS: dict[Any, Callable[[_Source, Node, Tensor], Value]] = {
-    aten.view.default: _moved(lambda x, sizes: x.reshape(sizes)),
-    aten.reshape.default: _moved(lambda x, sizes: x.reshape(sizes)),
+    aten.view.default: _moved(lambda x, sizes: x.reshape(sizes), to_shape=True),
+    aten.reshape.default: _moved(lambda x, sizes: x.reshape(sizes), to_shape=True),
     aten.expand.default: lambda source, node, result: source.shaped(source.of(node.args[0]), result.shape),
     aten.unsqueeze.default: _moved(torch.unsqueeze),
     aten.squeeze.dim: _moved(torch.squeeze),
@@ -583,8 +596,8 @@ _MAKERS: dict[Any, Callable[[_Source, Node, Tensor], Value]] = {
     aten.sum.dim_IntList: _reduced("{} + {}"),
     aten.amax.default: _reduced(f"tl.maximum({{}}, {{}}, {_NAN})"),
     aten.amin.default: _reduced(f"tl.minimum({{}}, {{}}, {_NAN})"),
-    aten.any.dim: _reduced("{} | {}"),
-    aten.all.dim: _reduced("{} & {}"),
+    aten.any.dim: _reduced("{} | {}", bits=True),
+    aten.all.dim: _reduced("{} & {}", bits=True),
     aten.argmax.default: _argmax,
     aten.gather.default: _gathered,
     aten.clamp.default: _clamped,
@@ -614,9 +627,13 @@ class GpuUnroll(Unroll):
         rows = {len(x) for x in before if x.ndim}
         if len(rows) != 1 or all(x.ndim for x in before):  # without a number that all share, the counter of steps
             raise LookupError("not all of the carry has a row per environment, or there are members of a population")
+        if any(before[i].ndim == 0 for i in self._timestep) or not all(x.is_contiguous() for x in reader(args)(args)):
+            raise LookupError("what a timestep tells has no rows, or an argument is not contiguous")
         (self._rows,) = rows
-        source = _Source(graph, self._num_before, self._num_carry, self._rows)
-        self.source = source.text
+        try:
+            self.source = _Source(graph, self._num_before, self._num_carry, self._rows).text
+        except (AttributeError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise LookupError(f"a step that is written in another way ({error})") from error
 
     @functools.cached_property
     def kernel(self) -> Any:
@@ -636,8 +653,9 @@ class GpuUnroll(Unroll):
         outputs = [x.new_empty(length, *x.shape) for x in self._outputs[self._num_carry :]]
         precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
         grid = (-(-self._rows // BLOCK),)
-        self.kernel[grid](
-            *inputs, *carry, *shown, *outputs, self._rows, length, BLOCK=BLOCK, TF=precision, num_warps=WARPS
-        )
+        on = torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else contextlib.nullcontext()
+        how = {"BLOCK": BLOCK, "TF": precision, "num_warps": WARPS, "num_stages": STAGES}
+        with on:
+            self.kernel[grid](*inputs, *carry, *shown, *outputs, self._rows, length, **how)
         last, outputs = self._write([*carry, *outputs])
         return last, self._write_timestep([cast(Tensor, shown[i]) for i in self._timestep]), outputs
