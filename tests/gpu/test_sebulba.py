@@ -105,7 +105,7 @@ def require_two_equal_runs(agent, **how):
     assert ends[0].learner.healthy
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", ["ppo", "lstm", "impala_shallow"])
 def test_with_a_fixed_lag_two_runs_are_equal(agent):
     require_two_equal_runs(agent, compiled=False, iterations=2, device="cpu")
 
