@@ -331,12 +331,13 @@ def backward(
     return found
 
 
-def _precision() -> str:
+def precision() -> str:
+    """Of products of matrices, as torch's are."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _most_back(layers: int) -> int:
-    return BACKWARD // 2 if layers == 4 and _precision() == "tf32x3" else BACKWARD
+    return BACKWARD // 2 if layers == 4 and precision() == "tf32x3" else BACKWARD
 
 
 def _lead(x: Tensor) -> tuple[int, int]:
@@ -387,7 +388,7 @@ def _common(sizes: list[int], outputs: list[int], networks: int, block: int, tog
     return {
         "NETWORKS": networks,
         "LAYERS": len(sizes),
-        "TF": _precision(),
+        "TF": precision(),
         "BLOCK": block,
         "K": min(padded[0], together),
         "N0": sizes[0],

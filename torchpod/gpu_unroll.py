@@ -14,10 +14,11 @@ without TORCHPOD_UNROLL_KERNEL=1 (docs/design.md).
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchpod.cpu_calls import Unroll
+from torchpod.mlp import gpu_mlp
 from torchpod.trees import reader
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -80,48 +82,47 @@ def _number(x: float | bool) -> str:
     return repr(int(x) if isinstance(x, bool) else x)
 
 
-_SAME = "same"
-"""Arguments are brought to the type of the result; in comparisons to the type that they have in common."""
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
-POINTWISE: dict[Any, tuple[str, str]] = {
-    aten.add.Tensor: ("{} + {}", _SAME),
-    aten.sub.Tensor: ("{} - {}", _SAME),
-    aten.mul.Tensor: ("{} * {}", _SAME),
-    aten.div.Tensor: ("{} / {}", _SAME),
-    aten.neg.default: ("-{}", _SAME),
-    aten.abs.default: ("tl.abs({})", _SAME),
-    aten.minimum.default: (f"tl.minimum({{}}, {{}}, {_NAN})", _SAME),
-    aten.maximum.default: (f"tl.maximum({{}}, {{}}, {_NAN})", _SAME),
-    aten.where.self: ("tl.where({}, {}, {})", "where"),
-    aten.bitwise_and.Tensor: ("{} & {}", _SAME),
-    aten.bitwise_and.Scalar: ("{} & {}", _SAME),
-    aten.bitwise_or.Tensor: ("{} | {}", _SAME),
-    aten.bitwise_xor.Tensor: ("{} ^ {}", _SAME),
-    aten.logical_and.default: ("{} & {}", _SAME),
-    aten.logical_or.default: ("{} | {}", _SAME),
-    **dict.fromkeys((aten.__rshift__.Scalar, aten.__rshift__.Tensor), ("{} >> {}", _SAME)),
-    **dict.fromkeys((aten.__lshift__.Scalar, aten.__lshift__.Tensor), ("{} << {}", _SAME)),
-    aten.exp.default: ("libdevice.exp({})", _SAME),
-    aten.log.default: ("libdevice.log({})", _SAME),
-    aten.log1p.default: ("libdevice.log1p({})", _SAME),
-    aten.sqrt.default: ("libdevice.sqrt({})", _SAME),
-    aten.sin.default: ("libdevice.sin({})", _SAME),
-    aten.cos.default: ("libdevice.cos({})", _SAME),
-    aten.tanh.default: ("libdevice.tanh({})", _SAME),
-    aten.floor.default: ("libdevice.floor({})", _SAME),
-    aten.round.default: ("libdevice.nearbyint({})", _SAME),
-    aten.reciprocal.default: ("1.0 / {}", _SAME),
-    aten.relu.default: ("tl.where({0} <= 0, 0.0, {0})", _SAME),
-    prims.convert_element_type.default: ("{}", _SAME),
-    **dict.fromkeys((aten.clone.default, aten.alias.default, aten.detach.default), ("{}", _SAME)),
-    aten.lift_fresh_copy.default: ("{}", _SAME),
-    **{
-        getattr(getattr(aten, name), kind): (f"{{}} {sign} {{}}", "compare")
-        for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
-        for kind in ("Tensor", "Scalar")
-    },
+POINTWISE: dict[Any, str] = {
+    aten.add.Tensor: "{} + {}",
+    aten.sub.Tensor: "{} - {}",
+    aten.mul.Tensor: "{} * {}",
+    aten.div.Tensor: "{} / {}",
+    aten.neg.default: "-{}",
+    aten.abs.default: "tl.abs({})",
+    aten.minimum.default: f"tl.minimum({{}}, {{}}, {_NAN})",
+    aten.maximum.default: f"tl.maximum({{}}, {{}}, {_NAN})",
+    aten.where.self: "tl.where({}, {}, {})",
+    aten.bitwise_and.Tensor: "{} & {}",
+    aten.bitwise_and.Scalar: "{} & {}",
+    aten.bitwise_or.Tensor: "{} | {}",
+    aten.bitwise_xor.Tensor: "{} ^ {}",
+    aten.logical_and.default: "{} & {}",
+    aten.logical_or.default: "{} | {}",
+    **dict.fromkeys((aten.__rshift__.Scalar, aten.__rshift__.Tensor), "{} >> {}"),
+    **dict.fromkeys((aten.__lshift__.Scalar, aten.__lshift__.Tensor), "{} << {}"),
+    aten.exp.default: "libdevice.exp({})",
+    aten.log.default: "libdevice.log({})",
+    aten.log1p.default: "libdevice.log1p({})",
+    aten.sqrt.default: "libdevice.sqrt({})",
+    aten.sin.default: "libdevice.sin({})",
+    aten.cos.default: "libdevice.cos({})",
+    aten.tanh.default: "libdevice.tanh({})",
+    aten.floor.default: "libdevice.floor({})",
+    aten.round.default: "libdevice.nearbyint({})",
+    aten.reciprocal.default: "1.0 / {}",
+    aten.relu.default: "tl.where({0} <= 0, 0.0, {0})",
+    prims.convert_element_type.default: "{}",
+    **dict.fromkeys((aten.clone.default, aten.alias.default, aten.detach.default), "{}"),
+    aten.lift_fresh_copy.default: "{}",
 }
-"""Operators of numbers, as Triton has them."""
+"""Operators of numbers, as Triton has them; arguments are brought to the type of the result."""
+COMPARISONS: dict[Any, str] = {
+    getattr(getattr(aten, name), kind): f"{{}} {sign} {{}}"
+    for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+    for kind in ("Tensor", "Scalar")
+}
+"""Their arguments are brought to the type that they have in common."""
 _OF_FLOATS = (aten.floor.default, aten.round.default, aten.relu.default)
 
 
@@ -215,7 +216,7 @@ class _Source:
         value = node.meta["val"]
         if not isinstance(value, Tensor) or value.dtype not in TYPES:
             raise LookupError(f"{target} has no kernel here")
-        if target in POINTWISE:
+        if target in POINTWISE or target in COMPARISONS:
             return self._pointwise(node, value)
         made = _MAKERS.get(cast(Any, target))
         if made is None:
@@ -249,7 +250,8 @@ class _Source:
         return Value(tuple(shape), tuple(value.columns[i] for i in index), has_rows, value.dtype)
 
     def _pointwise(self, node: Node, result: Tensor) -> Value:
-        expression, kind = POINTWISE[cast(Any, node.target)]
+        target = cast(Any, node.target)
+        expression = COMPARISONS[target] if target in COMPARISONS else POINTWISE[target]
         if node.target is aten.add.Tensor and result.dtype == torch.bool:
             expression = "{} | {}"
         if node.target in _OF_FLOATS and not result.is_floating_point():
@@ -261,10 +263,10 @@ class _Source:
             raise LookupError(f"{node.target} with {dict(node.kwargs)} has no kernel here")
         tensors = [self.of(x) for x in arguments if isinstance(x, Node)]
         wanted = [result.dtype] * len(arguments)
-        if kind == "compare":
+        if target in COMPARISONS:
             metas = [x.meta["val"] if isinstance(x, Node) else x for x in arguments]
             wanted = [torch.result_type(*cast(Any, metas))] * len(arguments)
-        elif kind == "where":
+        elif target is aten.where.self:
             wanted[0] = torch.bool
         if all(value.is_one_number for value in tensors):
             shaped = {x: self.of(x) for x in arguments if isinstance(x, Node)}
@@ -449,29 +451,29 @@ def _counted(source: _Source, node: Node, result: Tensor) -> Value:
     return Value(tuple(result.shape), tuple(numbers), False, result.dtype)
 
 
-def _groups(source: _Source, node: Node, value: Value, dims: Sequence[int], keep: bool) -> Iterator[Any]:
-    """The shape of what is left, and for each element of it the columns that are brought together, in order."""
-    ndim = len(value.shape) + value.has_rows
-    axes = [_keeps_rows(source, node, dim, ndim, value) for dim in dims]
+def _groups(source: _Source, node: Node) -> tuple[Value, tuple[int, ...], list[list[str]]]:
+    """What is reduced, the shape of what is left, and the columns that are brought together for each element of it."""
+    x, dims, keep = cast(Any, [*node.args, *[None] * 3][:3])
+    keep = bool(keep or node.kwargs.get("keepdim", False))
+    whole = x.meta["val"].shape
+    value, dims = source.shaped(source.of(x), whole), [dims] if isinstance(dims, int) else dims
+    if not dims:
+        raise LookupError(f"{node.target} goes over rows")
+    axes = [_keeps_rows(source, node, dim, len(whole), value) for dim in dims]
     index = torch.arange(len(value.columns)).reshape(value.shape)
     rest = [i for i in range(index.ndim) if i not in axes]
-    yield tuple(1 if i in axes else n for i, n in enumerate(value.shape) if keep or i not in axes)
+    shape = tuple(1 if i in axes else n for i, n in enumerate(value.shape) if keep or i not in axes)
     flat = index.permute(*rest, *axes).reshape(math.prod(value.shape[i] for i in rest), -1)
-    yield from ([value.columns[i] for i in row] for row in flat.tolist())
+    return value, shape, [[value.columns[i] for i in row] for row in flat.tolist()]
 
 
 def _reduced(combine: str, *, bits: bool = False) -> Any:
     """Column by column, from the first to the last; `bits` are those of truth values."""
 
     def make(source: _Source, node: Node, result: Tensor) -> Value:
-        args = [*node.args, None, False][:3]
-        value, keep = source.of(args[0]), bool(args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
-        whole = cast(Node, args[0]).meta["val"].shape
-        value = source.shaped(value, whole)
-        dims = cast(Any, args[1])
-        if dims is None or (isinstance(dims, list) and not dims) or (bits and result.dtype != torch.bool):
-            raise LookupError(f"{node.target} goes over rows")
-        shape, *groups = _groups(source, node, value, [dims] if isinstance(dims, int) else dims, keep)
+        if bits and result.dtype != torch.bool:
+            raise LookupError(f"{node.target} of bytes has no kernel here")
+        value, shape, groups = _groups(source, node)
         columns = []
         for group in groups:
             total = source.put(_cast(group[0], value.dtype, result.dtype))
@@ -485,12 +487,7 @@ def _reduced(combine: str, *, bits: bool = False) -> Any:
 
 def _argmax(source: _Source, node: Node, result: Tensor) -> Value:
     """The first of the largest; NaN is larger than anything."""
-    args = [*node.args, None, False][:3]
-    value = source.shaped(source.of(args[0]), cast(Node, args[0]).meta["val"].shape)
-    if args[1] is None:
-        raise LookupError(f"{node.target} goes over rows")
-    keep = bool(args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
-    shape, *groups = _groups(source, node, value, [cast(int, args[1])], keep)
+    value, shape, groups = _groups(source, node)
     columns = []
     for group in groups:
         best, where = group[0], source.literal(0, torch.int64)
@@ -510,69 +507,68 @@ def _gathered(source: _Source, node: Node, result: Tensor) -> Value:
         raise LookupError(f"{node.target} of a table")
     axis = _keeps_rows(source, node, dim, result.ndim, value)
     numbers = torch.arange(len(value.columns)).reshape(value.shape)
-    own = torch.arange(len(index.columns)).reshape(index.shape)
     columns = []
-    for flat in range(own.numel()):
-        place = list(torch.unravel_index(torch.tensor(flat), own.shape)) if own.ndim else []
-        place = [int(p) for p in place]
-        found = None
-        for j in range(value.shape[axis]):
-            place[axis] = j
-            column = value.columns[int(numbers[tuple(place)])]
-            asked = f"{index.columns[flat]} == {j}"
-            found = column if found is None else source.put(f"tl.where({asked}, {column}, {found})")
-        columns.append(cast(str, found))
-    return Value(tuple(index.shape), tuple(columns), True, value.dtype)
+    for asked, place in zip(index.columns, itertools.product(*map(range, index.shape)), strict=True):
+        found, *others = (value.columns[int(x)] for x in numbers[(*place[:axis], slice(None), *place[axis + 1 :])])
+        for i, column in enumerate(others, 1):
+            found = source.put(f"tl.where({asked} == {i}, {column}, {found})")
+        columns.append(found)
+    return Value(index.shape, tuple(columns), True, value.dtype)
+
+
+def _each(source: _Source, node: Node, result: Tensor, fn: Callable[[str], str]) -> Value:
+    """What a function makes of every column, brought to the type of the result."""
+    value = source.of(node.args[0])
+    columns = tuple(fn(_cast(x, value.dtype, result.dtype)) for x in value.columns)
+    return Value(value.shape, columns, value.has_rows, result.dtype)
 
 
 def _clamped(source: _Source, node: Node, result: Tensor) -> Value:
     """NaN stays NaN."""
-    value, given = source.of(node.args[0]), [*node.args[1:], None, None]
+    given = [*node.args[1:], None, None]
     low, high = (None, given[0]) if node.target is aten.clamp_max.default else given[:2]
     low, high = low if low is not None else node.kwargs.get("min"), high if high is not None else node.kwargs.get("max")
-    columns = []
-    for x in value.columns:
-        x = _cast(x, value.dtype, result.dtype)
-        for limit, sign in ((low, "<"), (high, ">")):
-            if isinstance(limit, Node):
-                raise LookupError(f"{node.target} by tensors has no kernel here")
-            if limit is not None:
-                most = source.literal(cast(Any, limit), result.dtype)
-                x = source.put(f"tl.where({x} {sign} {most}, {most}, {x})")
-        columns.append(x)
-    return Value(value.shape, tuple(columns), value.has_rows, result.dtype)
+    limits = [(limit, sign) for limit, sign in ((low, "<"), (high, ">")) if limit is not None]
+    if any(isinstance(limit, Node) for limit, _ in limits):
+        raise LookupError(f"{node.target} by tensors has no kernel here")
+    most = [(source.literal(cast(Any, limit), result.dtype), sign) for limit, sign in limits]
+
+    def clamp(x: str) -> str:
+        for limit, sign in most:
+            x = source.put(f"tl.where({x} {sign} {limit}, {limit}, {x})")
+        return x
+
+    return _each(source, node, result, clamp)
 
 
 def _remainder(source: _Source, node: Node, result: Tensor) -> Value:
     """Python's, of a number above 0."""
-    value, by = source.of(node.args[0]), cast(Any, node.args[1])
+    by = cast(Any, node.args[1])
     if not by > 0:
         raise LookupError(f"{node.target} by {by} has no kernel here")
-    form, columns = "libdevice.fmod({}, {})" if result.is_floating_point() else "{} % {}", []
-    for x in value.columns:
-        most = source.literal(by, result.dtype)
-        left = source.put(form.format(_cast(x, value.dtype, result.dtype), most))
-        columns.append(source.put(f"tl.where({left} < 0, {left} + {most}, {left})"))
-    return Value(value.shape, tuple(columns), value.has_rows, result.dtype)
+    form, divisor = (
+        "libdevice.fmod({}, {})" if result.is_floating_point() else "{} % {}",
+        source.literal(by, result.dtype),
+    )
+
+    def remain(x: str) -> str:
+        left = source.put(form.format(x, divisor))
+        return source.put(f"tl.where({left} < 0, {left} + {divisor}, {left})")
+
+    return _each(source, node, result, remain)
 
 
 def _negated(source: _Source, node: Node, result: Tensor) -> Value:
-    value = source.of(node.args[0])
     form = "({} == 0)" if result.dtype == torch.bool else "~{}"
-    columns = tuple(source.put(form.format(x)) for x in value.columns)
-    return Value(value.shape, columns, value.has_rows, result.dtype)
+    return _each(source, node, result, lambda x: source.put(form.format(x)))
 
 
 def _power(source: _Source, node: Node, result: Tensor) -> Value:
     """By whole numbers, as products."""
-    value, exponent = source.of(node.args[0]), node.args[1]
+    exponent = cast(Any, node.args[1])
     if exponent not in (2, 3, 4):
         raise LookupError(f"{node.target} to {exponent} has no kernel here")
-    columns = []
-    for x in value.columns:
-        x = _cast(x, value.dtype, result.dtype)
-        columns.append(source.put(" * ".join([f"({x})"] * int(cast(Any, exponent)))))
-    return Value(value.shape, tuple(columns), value.has_rows, result.dtype)
+    return _each(source, node, result, lambda x: source.put(" * ".join([f"({x})"] * int(exponent))))
 
 
 _SPLITS: dict[Any, Callable[..., Sequence[Tensor]]] = {
@@ -651,7 +647,7 @@ class GpuUnroll(Unroll):
         for i in self._timestep:
             shown[i] = carry[i].new_empty(length + 1, *carry[i].shape)
         outputs = [x.new_empty(length, *x.shape) for x in self._outputs[self._num_carry :]]
-        precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        precision = gpu_mlp().precision()
         grid = (-(-self._rows // BLOCK),)
         on = torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else contextlib.nullcontext()
         how = {"BLOCK": BLOCK, "TF": precision, "num_warps": WARPS, "num_stages": STAGES}

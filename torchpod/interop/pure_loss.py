@@ -84,7 +84,7 @@ class PureLoss:
                 "them part of a network that it is built of."
             )
         owners_of_gamma = (loss, loss._modules.get("_value_estimator")) if bootstraps else ()
-        self._discounts = next((own for own in owners_of_gamma if own and "gamma" in own._buffers), None)
+        self._discounts = next((own for own in owners_of_gamma if own is not None and "gamma" in own._buffers), None)
         coefficients = {name: x for name, x in loss._buffers.items() if x is not None}
         if self._discounts is not None:
             coefficients.pop("gamma", None)
