@@ -7,8 +7,8 @@ many columns `[BLOCK]` as a row of it has numbers, and indexing, concatenation a
 are those of gpu_mlp.py. What has an operator that is not in `POINTWISE` or below, or rows of many numbers, stays what
 inductor makes of it, a step at a time.
 
-It pays where launches bound a run, that is with few environments. It has not run on a GPU yet, so that it is off
-without TORCHPOD_UNROLL_KERNEL=1 (docs/design.md).
+It pays where launches bound a run, that is with few environments (docs/design.md). TORCHPOD_UNROLL_KERNEL=0 turns it
+off.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ from torchpod.trees import reader
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-ENABLED = os.environ.get("TORCHPOD_UNROLL_KERNEL") == "1"
+ENABLED = os.environ.get("TORCHPOD_UNROLL_KERNEL") != "0"
+MOST_ROWS = 4096
+"""Environments up to which it was faster than a step at a time, on an H200 (docs/design.md)."""
 MOST_COLUMNS = 64
 """Numbers in a row of a tensor: each is a register of every thread."""
 MOST_LINES = 20_000
@@ -626,6 +628,8 @@ class GpuUnroll(Unroll):
         if any(before[i].ndim == 0 for i in self._timestep) or not all(x.is_contiguous() for x in reader(args)(args)):
             raise LookupError("what a timestep tells has no rows, or an argument is not contiguous")
         (self._rows,) = rows
+        if self._rows > MOST_ROWS:
+            raise LookupError(f"{self._rows} environments fill a GPU step by step")
         try:
             self.source = _Source(graph, self._num_before, self._num_carry, self._rows).text
         except (AttributeError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -127,7 +127,7 @@ def test_every_program_of_the_suite_is_captured_and_counted(env):
     prepared = anakin_worker.Prepared(build(env, 64, compiled=True, device="cuda"), "update", 2, capture=True)
     prepared.prepare_env()
     m = prepared.measure(2)
-    details = prepared.details(repeats=2)
+    details = prepared.details(repeats=9)  # the median, for other tests may run beside it
     assert (
         m.get("device") == "cuda"
         and m.get("memory_bytes", 0) > 0

@@ -82,14 +82,15 @@ def test_the_learner_asks_the_device_once_in_an_iteration_whether_its_gradients_
         found = kernels.waits(kernels.profiled(program))
     finally:
         program.close()
-    assert [name for name in found if "Memcpy" in name] == ["Memcpy DtoH (Device -> Pageable)"]
+    assert sum("Memcpy DtoH" in name for name in found) == 1
     assert len(found) == 2  # the copy, and that it is waited for
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("host", [True, False])
 @pytest.mark.parametrize("agent", AGENTS)
-def test_captured_actors_and_learner_do_what_uncompiled_ones_do_on_the_cpu(agent, host):
+def test_captured_actors_and_learner_do_what_uncompiled_ones_do_on_the_cpu(agent, host, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     config = SebulbaConfig(num_actor_threads=1, lag=0)
     one = {"config": config, "host": host, "iterations": 1}
     captured, plain = final_state(agent, compiled=True, **one), final_state(agent, compiled=False, device="cpu", **one)

@@ -54,6 +54,13 @@ def test_a_static_function_sees_every_new_argument_and_its_results_stay():
     assert_equal(results, wanted)
 
 
+def test_a_static_function_knows_its_arguments_by_their_names():
+    first = {"scale": torch.tensor(2.0), "x": torch.rand(3)}
+    static = Static(lambda given: given["scale"] * given["x"], (first,), capture=False)
+    later = {"x": torch.rand(3), "scale": torch.tensor(3.0)}
+    assert_equal(static(later), 3 * later["x"])
+
+
 def test_on_the_cpu_nothing_is_copied_on_the_way_between_threads():
     tensors = tree()
     assert take(hand_over(tensors, CPU), CPU) is tensors

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod.graph import Replay
+from torchpod.trees import reader
 from torchpod.types import Tree
 
 
@@ -97,12 +98,13 @@ class Static:
         if not capture:
             fn(*pytree.tree_map(torch.clone, args))  # compiles, which no actor's thread may; nothing but time is lost
         self._replay = Replay(lambda own: (own, fn(*own)), args, capture=capture)
-        self._own = pytree.tree_leaves(self._replay.state)
-        self._given: list[Tensor | None] = [None] * len(self._own)
+        self._leaves = reader(args)  # by their names, for an update may hand on dicts in another order
+        self._own = self._leaves(self._replay.state)
+        self._given: tuple[Tensor | None, ...] = (None,) * len(self._own)
 
     def __call__(self, *args: Tree) -> Tree:
         """The same as `fn`. An argument that is the tensor of the last call is taken to be as it was."""
-        given = pytree.tree_leaves(args)
+        given = self._leaves(args)
         for to, x, before in zip(self._own, given, self._given, strict=True):
             if x is not before:
                 to.copy_(x, non_blocking=True)
@@ -117,11 +119,12 @@ def on(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """What is launched within goes to a new stream of the device, if it is a GPU."""
+    """What is launched within goes to a new stream of the device, if it is a GPU, and before what a learner does there:
+    environments wait for it."""
     if device.type != "cuda":
         yield
         return
-    with on(device), torch.cuda.stream(torch.cuda.Stream()):
+    with on(device), torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         yield
 
 
