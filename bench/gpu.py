@@ -253,7 +253,12 @@ def case_rows(
         rows += [
             make.alone(f"capture_{case.name}", details["capture_s"], "s"),
             make.alone(f"kernels_{case.name}", details["kernels"], "per iteration"),
-            make.alone(f"outside_env_{case.name}", 1 - details["env_s"] / details["iteration_s"], "share of the time"),
+            dataclasses.replace(
+                make.alone(
+                    f"outside_env_{case.name}", 1 - details["env_s"] / details["iteration_s"], "share of the time"
+                ),
+                note="environments alone, a launch after the other",
+            ),
         ]
     if isinstance(a, list) and (not details or (device == "cuda" and not details["kernels"])):
         failures.append(f"{case.name}: the profiler saw no kernel, or the worker ended before it could say so.")

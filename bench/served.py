@@ -144,8 +144,9 @@ class Served:
 
     def measure(self) -> Measurement:
         """One round."""
+        load = os.getloadavg()[0]
         self._tell("measure\n")
-        answer = self._answer("wall_s")
+        answer = {**self._answer("wall_s"), "load_average": load}
         missing = sorted(Measurement.__required_keys__ - answer.keys())
         if missing:
             raise WorkerError(f"{self._name} printed a measurement without {', '.join(missing)}")

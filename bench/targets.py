@@ -18,29 +18,42 @@ class Target(NamedTuple):
     """At least, in the row's unit."""
     bound: str = ""
     """What bounds the row, and what was tried: where the numbers are."""
+    stated: float | None = None
+    """What the peer did, in the row's unit, when the target was set, on one core (or two) of an AMD EPYC (25-17)."""
 
 
 _FOUR = (
-    "128-row minibatches: epochs take 52 % of the time, steps of 4 rows 32 % (12 us each), calls 13 %; tried: "
-    "the unroll and the epochs of an update as one C++ call each, one operator per network, dot products for up to 8 "
-    "rows, an allocator of our own (docs/design.md, section 4)"
+    "128-row minibatches: on a core of an Intel Xeon (6-207) epochs take 48 % of the time, steps of 4 rows 37 % (12.5 "
+    "us each), what lies between the calls 12 %; tried: the unroll and the epochs of an update as one C++ call each, "
+    "one operator per network, dot products for up to 8 rows, an allocator of our own (docs/design.md, section 4)"
 )
 _POPULATION = (
-    "networks' operators at the speed of the core's matrix products take 1.3 of the 1.7 ms of a minibatch, Adam 0.3; "
-    "tried: weights as they are for 4 rows each, moments in one vector with aligned rows (docs/design.md, section 4)"
+    "the networks' operators, which at the speed of the core's matrix products take 1.3 of the 1.7 ms of a minibatch, "
+    "Adam 0.3 (EPYC 25-17); tried: weights as they are for 4 rows each, moments in one vector with aligned rows "
+    "(docs/design.md, section 4)"
 )
-_HOST = "the host: the GPU idles 0.9 of the time; what takes the rest of the 16 cores was not measured"
+_HOST = (
+    "the host: the GPU idles 0.9 of the time; an actor takes 1.7 ms per step of a pool, in which the pool's threads "
+    "have nothing to do; tried: more threads and pools, waits that block, streams of high priority (docs/design.md, "
+    "section 5)"
+)
+_LAUNCHES = (
+    "launches with few environments and by networks with many; since the run on an H100 networks share launches, and "
+    "unrolls of up to 4096 environments are one kernel (docs/design.md, section 4)"
+)
 _COMPILE = Target(ratio=3.0)
 _WARM = Target(
     seconds=5.0,
     bound="bounded by Python: on an Intel Xeon half of a start from a full cache is tracing, a quarter imports, a "
-    "quarter inductor's passes and look-ups (docs/design.md, section 4)",
+    "quarter inductor's passes and look-ups; an EPYC 25-1 has 0.64 of the speed of one of 25-17, and was not profiled; "
+    "tried: garbage collections and searches left out (quicker.py), no iteration that is thrown away (docs/design.md, "
+    "section 4)",
 )
 
 
-def _ppo(*targets: tuple[str, float, str]) -> dict[str, Target]:
+def _ppo(*targets: tuple[str, float, float, str]) -> dict[str, Target]:
     """A rate each, and compiling it."""
-    found = {name: Target(ratio=ratio, bound=bound) for name, ratio, bound in targets}
+    found = {name: Target(ratio=ratio, bound=bound, stated=stated) for name, ratio, stated, bound in targets}
     for name, *_ in targets:
         if "2 cores" not in name:
             found |= {f"compile_cold_{name}": _COMPILE, f"compile_warm_{name}": _WARM}
@@ -49,20 +62,21 @@ def _ppo(*targets: tuple[str, float, str]) -> dict[str, Target]:
 
 TARGETS: Mapping[str, Mapping[str, Target]] = {
     "anakin": _ppo(
-        ("ppo_cartpole/4", 0.5, _FOUR),
-        ("ppo_cartpole/64", 1.0, ""),
-        ("ppo_cartpole/1024", 1.2, ""),
-        ("ppo_cartpole/4096", 1.2, ""),
-        ("ppo_cartpole/1024 on 2 cores", 1.3, ""),
-        ("ppo_cartpole/4096 on 2 cores", 1.3, ""),
-        ("ppo_minatar_breakout/64", 1.3, ""),
-        ("ppo_minatar_breakout/1024", 1.3, ""),
+        ("ppo_cartpole/4", 0.5, 250_000, _FOUR),
+        ("ppo_cartpole/64", 1.0, 289_000, ""),
+        ("ppo_cartpole/1024", 1.2, 230_000, ""),
+        ("ppo_cartpole/4096", 1.2, 211_000, ""),
+        ("ppo_cartpole/1024 on 2 cores", 1.3, 275_000, ""),
+        ("ppo_cartpole/4096 on 2 cores", 1.3, 255_000, ""),
+        ("ppo_minatar_breakout/64", 1.3, 100_000, ""),
+        ("ppo_minatar_breakout/1024", 1.3, 84_000, ""),
     ),
     "population": _ppo(
-        ("population_ppo_cartpole/16x4", 1.0, _POPULATION), ("population_ppo_cartpole/64x4", 1.0, _POPULATION)
+        ("population_ppo_cartpole/16x4", 1.0, 330_000, _POPULATION),
+        ("population_ppo_cartpole/64x4", 1.0, 294_000, _POPULATION),
     ),
     "gpu": {
-        f"ppo_{env}/{num_envs}": Target(ratio=ratio)
+        f"ppo_{env}/{num_envs}": Target(ratio=ratio, bound=_LAUNCHES)
         for env in ("cartpole", "pendulum", "minatar_breakout")
         for num_envs, ratio in ((1024, 2.0), (4096, 2.0), (65_536, 1.2))
     }
@@ -85,6 +99,13 @@ def outcome(target: Target, row: Mapping[str, Any]) -> tuple[str, str]:
     if got is None:
         return wanted, "not measured"
     return wanted, "met" if (got <= limit if less else got >= limit) else "missed"
+
+
+def beside_stated(target: Target, row: Mapping[str, Any]) -> str:
+    """The row beside what its peer did when the target was set, on another machine perhaps; "" if nothing is stated."""
+    if target.stated is None or row["value"] is None:
+        return ""
+    return f"{row['value'] / target.stated:.2f} x the {target.stated:,.0f} stated"
 
 
 def missed(suite: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -106,6 +106,12 @@ def test_what_would_be_another_step_has_no_kernel(fn, how, told):
         text_of(fn, **how)
 
 
+def test_more_environments_than_it_pays_for_go_step_by_step(monkeypatch):
+    monkeypatch.setattr(gpu_unroll, "MOST_ROWS", 3)
+    with pytest.raises(LookupError, match="4 environments fill a GPU step by step"):
+        text_of(lambda v, c: (c.timestep, c.x, c.x))
+
+
 @pytest.mark.slow
 def test_machine_code_of_it_fits_on_an_h100():
     runs = [["algo=ppo", *RUNS[name], "num_envs=1024"] for name in ("cartpole", "acrobot")]

@@ -119,8 +119,7 @@ def on(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """What is launched within goes to a new stream of the device, if it is a GPU, and before what a learner does there:
-    environments wait for it."""
+    """What is launched within goes to a new stream of the device, if it is a GPU, before what a learner launches."""
     if device.type != "cuda":
         yield
         return
