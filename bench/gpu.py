@@ -50,6 +50,11 @@ class Case(NamedTuple):
         return (32 if self.env == "grid_world" else 128) * self.num_envs
 
     @property
+    def learns(self) -> bool:
+        """Whether its iterations are enough to tell that from returns: with many environments they are few."""
+        return self.env == "cartpole" and self.num_envs <= 4096
+
+    @property
     def memory_bytes(self) -> float:
         """About what one side takes of the GPU: its context, four copies of the rows, a minibatch's activations."""
         return 0.8e9 + self.rows * (4 * 4 * (OBSERVATION_SIZE[self.env] + floor.ROW_NUMBERS) + 640)
@@ -160,9 +165,12 @@ def main(
     make = RowMaker()
     for case in (x for x in todo if isinstance(x, Case)):
         of_peer = results.get((case.name, peer.name), Result(MissingError("there is no JAX driver for it"), {}))
-        of_case, wrong = case_rows(make, case, results[case.name, ours.name], of_peer, peer, device)
+        of_ours = results[case.name, ours.name]
+        of_case, wrong = case_rows(make, case, of_ours, of_peer, peer, device)
         rows += of_case
         failures += wrong
+        if case.learns and not quick:
+            failures += harness.untrained(case.name, case.env, (of_ours.measurements, of_peer.measurements))
         print(describe(of_case[0]), flush=True)
     of_host, wrong = host_rows([x for x in todo if isinstance(x, HostCase)], device, deadline, quick=quick)
     return harness.finish(
@@ -243,6 +251,7 @@ def case_rows(
         notes = [
             f"TF32 {'on' if a[0].get('tf32') else 'off'}",
             floor_note(case, a[0], details, make.hardware["gpu"]),
+            "" if case.learns else "returns say little in so few steps",
             rate.note,
         ]
         rate = dataclasses.replace(rate, note="; ".join(filter(None, notes)))

@@ -29,7 +29,7 @@ FAKE = textwrap.dedent(
             device="cuda", tf32=True, memory_bytes=1000, iterations=int(options["--iterations"]),
             total_iterations=1, compile_s=5.0, env_steps=[rows] * repeats, wall_s=[rows / float(rate)] * repeats,
             cpu_s=[0.0] * repeats, env_steps_per_s=dict(median=float(rate), min=1.0, max=1.0),
-            episode_return=-100.0, episodes=3, threads={}, versions={name: "1"})), flush=True)
+            episode_return=100.0, episodes=3, threads={}, versions={name: "1"})), flush=True)
     details = dict(capture_s=1.5, kernels=1000, iteration_s=0.004, env_s=0.001, layers=[[4, 64]],
                    observation_size=4, state_bytes=20.0)
     print(json.dumps({"details": details if name == "torchpod" else {}}))
@@ -102,6 +102,15 @@ def test_unequal_work_a_failing_peer_and_failing_checks_fail_the_suite(tmp_path,
     page = report.render(report.load(tmp_path))
     assert "| ppo_cartpole/1024 |" in page and "| kernels_ppo_cartpole/1024 |" in page
     assert "- **correctness: RuntimeError: capture failed**" in page
+
+
+def test_equal_returns_of_sides_that_learned_nothing_fail_the_suite(tmp_path, fake):
+    script = tmp_path / "fake.py"
+    script.write_text(script.read_text().replace("episode_return=100.0", "episode_return=20.0"))
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
+    assert status == 1 and "jax learned to a mean return of 20.0, and must reach 44" in document["failures"][1]
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), cases=(Case("cartpole", 16_384),))
+    assert status == 0 and "returns say little in so few steps" in document["rows"][0]["note"]
 
 
 def test_a_peer_that_is_not_installed_is_a_note(tmp_path, fake):
