@@ -80,6 +80,20 @@ def test_dqn_solves_cartpole_with_every_seed():
 
 
 @pytest.mark.slow
+def test_torchrls_dqn_loss_solves_cartpole_with_every_seed():
+    settings = ("num_envs=64", "total_env_steps=500_000", "algo.agent.target_rate=0.02")
+    updates = "algo.learner.num_minibatches=8"
+    assert (final_returns("loss=DQNLoss", "env=cartpole", *settings, updates, "population=3") >= 475).all()
+
+
+@pytest.mark.slow
+def test_torchrls_sac_loss_swings_up_the_pendulum_with_every_seed():
+    settings = ("num_envs=8", "total_env_steps=12_000", "algo.agent.hidden=[64,64]", "algo.agent.discount=0.95")
+    updates = ("algo.agent.target_rate=0.02", "algo.learner.num_minibatches=8", "algo.learner.learning_rate=2e-3")
+    assert (final_returns("loss=SACLoss", "env=pendulum", *settings, *updates, "population=3") >= -200).all()
+
+
+@pytest.mark.slow
 def test_ppo_swings_up_the_pendulum_with_every_seed():
     assert (final_returns("experiment=pendulum", "population=3") >= -200).all()
 
