@@ -50,6 +50,19 @@ def test_draws_have_the_mean_and_variance_of_torchs(name, seed):
     assert abs(x.var() - variance) < sigmas * math.sqrt((fourth - variance**2) / N)
 
 
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_member_of_a_population_draws_by_its_own_key(name, seed):
+    def drawn(keys):
+        with Keyed(keys):
+            return DRAWS[name][0]()
+
+    keys = random.split(random.key(seed), 2)
+    both = torch.vmap(drawn)(keys)
+    for mine, key in zip(both, keys, strict=True):
+        assert torch.equal(mine, drawn(key))
+    assert not torch.equal(*both)
+
+
 def test_categories_come_as_often_as_their_probabilities_say(seed):
     probs = torch.tensor([0.05, 0.0, 0.6, 0.35])
     with Keyed(random.key(seed)):

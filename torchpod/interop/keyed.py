@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchpod import random
 
 
+_is_batched = cast(Any, torch)._C._functorch.is_batchedtensor
+
+
 class Keyed(TorchFunctionMode):
     """A context in which torch draws from keys.
 
@@ -106,6 +109,16 @@ def _randn_like(own: Keyed, x: Tensor, **options: Any) -> Tensor:
     return own.normal(x.shape, x, **options)
 
 
+def _own(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """New memory, one for each member of a population, which what is drawn into it in place differs between."""
+
+    def made(own: Keyed, *size: Any, **options: Any) -> Tensor:
+        x, key = make(*size, **options), own._keys.flatten()[0]
+        return torch.where(key == key, x, x) if _is_batched(key) else x
+
+    return made
+
+
 def _normal(own: Keyed, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = size if size is not None else torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -169,6 +182,8 @@ def _bernoulli_(own: Keyed, x: Tensor, p: Any = 0.5, *, generator: None = None) 
 
 
 _DRAWS: dict[Any, Callable[..., Tensor]] = {
+    torch.empty: _own(torch.empty),
+    torch.zeros: _own(torch.zeros),
     torch.rand: _rand,
     torch.randn: _randn,
     torch.rand_like: _rand_like,
