@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpod import random
 
-
-_is_batched = cast(Any, torch)._C._functorch.is_batchedtensor
+_level = cast(Any, torch)._C._functorch.maybe_current_level
+"""Of the transforms of torch.func that are under way; None outside of all."""
 
 
 class Keyed(TorchFunctionMode):
@@ -114,7 +114,7 @@ def _own(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def made(own: Keyed, *size: Any, **options: Any) -> Tensor:
         x, key = make(*size, **options), own._keys.flatten()[0]
-        return torch.where(key == key, x, x) if _is_batched(key) else x
+        return x if _level() is None else torch.where(key == key, x, x)
 
     return made
 
