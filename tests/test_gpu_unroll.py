@@ -1,6 +1,8 @@
 """The steps of an unroll as one kernel of a GPU, interpreted; and on a GPU."""
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -110,6 +112,26 @@ def test_more_environments_than_it_pays_for_go_step_by_step(monkeypatch):
     monkeypatch.setattr(gpu_unroll, "MOST_ROWS", 3)
     with pytest.raises(LookupError, match="4 environments fill a GPU step by step"):
         text_of(lambda v, c: (c.timestep, c.x, c.x))
+
+
+def test_a_gpu_without_room_for_it_goes_step_by_step(monkeypatch):
+    class Error(Exception):
+        pass
+
+    def run(*given):
+        raise Error("out of resource: shared memory")
+
+    monkeypatch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=Error))
+    monkeypatch.setattr(gpu_unroll.GpuUnroll, "run", run)
+    args = torch.ones(3), Step(torch.ones(4), torch.ones(4, 2), torch.tensor(0))
+
+    def step(variables, carry):
+        return carry._replace(step=carry.step + 1), carry.x
+
+    graph, *_ = trace(step, args)
+    simplify(graph)
+    with pytest.raises(LookupError, match="no kernel for this GPU .out of resource"):
+        gpu_unroll.GpuUnroll(graph, args, step(*args)).check([])
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ off.
 import contextlib
 import functools
 import hashlib
+import importlib
 import itertools
 import math
 import operator
@@ -377,7 +378,7 @@ from torch._inductor.runtime.triton_helpers import libdevice
 from torchpod.gpu_mlp import _activated, _bias, _layer, _weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 """
 
 
@@ -642,6 +643,17 @@ class GpuUnroll(Unroll):
 
         digest = hashlib.sha256(self.source.encode()).hexdigest()
         return PyCodeCache.load(self.source, digest[:16]).unroll
+
+    def check(self, inputs: list[Tensor]) -> None:
+        """Compiles it, and takes a step.
+
+        Raises:
+          LookupError: if this GPU has no room for it, or Triton no code.
+        """
+        try:
+            self.run(inputs, 1, 0)
+        except importlib.import_module("triton.errors").TritonError as error:
+            raise LookupError(f"no kernel for this GPU ({error})") from error
 
     def run(self, inputs: list[Tensor], length: int, axis: int) -> tuple[Any, Any, Any]:
         """See `Unroll.run`; one launch."""

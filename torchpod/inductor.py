@@ -257,7 +257,10 @@ class _Program(Signature):
                 elif gpu_unroll.ENABLED and self._on_gpu:
                     graph, *_ = trace(self._fn, args)  # inductor changes the one that it gets
                     simplify(graph)
-                    loop = gpu_unroll.GpuUnroll(graph, args, self.write(self.run(list(self._leaves(args)))))
+                    inputs = list(self._leaves(args))
+                    unrolled = gpu_unroll.GpuUnroll(graph, args, self.write(self.run(list(inputs))))
+                    unrolled.check(inputs)
+                    loop = unrolled
             self._loop = loop
         return self._loop
 
