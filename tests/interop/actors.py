@@ -42,13 +42,12 @@ def q_actor(size=2):
     return QValueActor(Sums(size), in_keys=["observation"], spec=Categorical(size))
 
 
-def gaussian(size):
+def gaussian(size, **own):
     net = nn.Sequential(Sums(2 * size), NormalParamExtractor())
     return ProbabilisticActor(
         TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        return_log_prob=True,
+        **({"return_log_prob": True, "distribution_class": TanhNormal} | own),
     )
 
 

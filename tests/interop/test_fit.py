@@ -1,10 +1,12 @@
 """Actors, networks and losses of TorchRL that do not fit an environment are refused in one sentence."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.distributions import Normal, OneHotCategorical
 from torchrl.data import Bounded
 from torchrl.modules import (
     ValueOperator,
@@ -39,6 +41,7 @@ from torchpod.algos.torchrl import (
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.interop.torchrl import LossAgent
+from torchpod.specs import Box
 
 UNFIT = {
     "reads 'pixels'": lambda: (
@@ -50,6 +53,44 @@ UNFIT = {
         categorical(return_log_prob=False),
         lambda actor: ClipPPOLoss(actor, critic()),
         "ClipPPOLoss needs 'action_log_prob' of the actor, which writes ['logits']; build it with return_log_pr",
+    ),
+    "a log-prob of another name": lambda: (
+        categorical(),
+        lambda actor: with_keys(ClipPPOLoss(actor, critic()), sample_log_prob="lp"),
+        "ClipPPOLoss needs 'lp' of the actor, which writes ['action_log_prob', 'logits']; build it with "
+        "log_prob_key='lp', or tell the loss by set_keys(sample_log_prob='action_log_prob').",
+    ),
+    "a log-prob per number": lambda: (
+        gaussian(2, distribution_class=Normal),
+        lambda actor: ClipPPOLoss(actor, critic()),
+        "the actor must write 'action_log_prob' with shape [] per row, and writes it with shape [2]; give it a "
+        "distribution of whole actions, such as IndependentNormal or TanhNormal.",
+        {"spec": replace(SPEC, action=Box((2,), -1.0, 1.0))},
+    ),
+    "rows by rows": lambda: (
+        gaussian(1, distribution_class=Normal, return_log_prob=False),
+        lambda actor: A2CLoss(actor, critic()),
+        "loss_objective of A2CLoss has shape [13, 13] with reduction='none' and 13 rows; a loss must say what each row",
+        {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
+    ),
+    "a one-hot loss": lambda: (
+        q_actor(),
+        lambda actor: DQNLoss(actor, action_space="one-hot"),
+        "the actor writes 'action' with shape [] per row, and DQNLoss with action_space='one_hot' reads it with shape "
+        "[2]; give both the same action_space, 'categorical' (of an actor with a distribution: Categorical) or ",
+    ),
+    "a one-hot actor": lambda: (
+        categorical(distribution_class=OneHotCategorical),
+        lambda actor: discrete_sac(actor, q_critic(4, 2, [], "action_value")),
+        "the actor writes 'action' with shape [2] per row, and DiscreteSACLoss with action_space='categorical' reads "
+        "it with shape []; give both the same action_space",
+    ),
+    "a group of nothing": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, critic()),
+        "groups['actor'] of LossAgent has 'nope.', and no parameter of A2CLoss begins so; they begin with "
+        "['actor_network', 'critic_network'].",
+        {"groups": {"actor": ("nope.",), "critic": ("critic_network.",)}},
     ),
     "no action": lambda: (
         TensorDictModule(Sums(2), in_keys=["observation"], out_keys=["logits"]),
@@ -182,6 +223,7 @@ UNFIT = {
         "has shape [] with reduction='none' and 13 rows",
     ),
 }
+"""By what is wrong: an actor, the loss made of it, what is told, and other arguments of `LossAgent`, if any."""
 
 
 class Summed(A2CLoss):
@@ -205,6 +247,11 @@ def with_estimator(loss, kind, **own):
     return loss
 
 
+def with_keys(loss, **keys):
+    loss.set_keys(**keys)
+    return loss
+
+
 def without(loss, name):
     delattr(loss, name)
     return loss
@@ -219,9 +266,9 @@ def test_a_coefficient_that_changes_must_be_named():
 
 @pytest.mark.parametrize("what", UNFIT)
 def test_what_does_not_fit_is_refused_with_a_sentence(what):
-    actor, make, told = UNFIT[what]()
+    actor, make, told, *own = UNFIT[what]()
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(told)):
-        LossAgent(actor, make(actor), spec=SPEC)
+        LossAgent(actor, make(actor), **{"spec": SPEC} | dict(*own))
 
 
 @pytest.mark.parametrize(

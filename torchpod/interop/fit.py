@@ -7,8 +7,9 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.objectives import LossModule
 
-from torchpod.interop.unfit import Watched, for_actions, misread, miswritten, shapes_of
+from torchpod.interop.unfit import Shapes, Watched, for_actions, misread, miswritten, shapes_of
 from torchpod.specs import Discrete, EnvSpec, MultiDiscrete
 
 
@@ -56,6 +57,41 @@ class Fit(NamedTuple):
                 if told:
                     raise ValueError(told)
         return action.dtype if one_hot else None
+
+    def check_action_space(self, loss: LossModule, *, one_hot: bool) -> None:
+        """That a loss for discrete actions reads them as the actor writes them."""
+        space, reads = self.spec.action, getattr(loss, "action_space", None)
+        if isinstance(space, Discrete) and reads is not None and one_hot == (reads == "categorical"):
+            wrote, read = ([space.num_values], []) if one_hot else ([], [space.num_values])
+            raise ValueError(
+                f"the actor writes 'action' with shape {wrote} per row, and {self.loss} with action_space={reads!r} "
+                f"reads it with shape {read}; give both the same action_space, 'categorical' (of an actor with a "
+                "distribution: Categorical) or 'one_hot' (OneHotCategorical)."
+            )
+
+    def check_log_prob(self, actor: TensorDictModuleBase, loss: LossModule, wrote: Shapes) -> None:
+        """That an actor writes one log-probability per row where the loss reads it.
+
+        Args:
+          actor: of a loss with a critic.
+          loss: the loss.
+          wrote: by the actor, beside the action.
+        """
+        key = getattr(loss.tensor_keys, "sample_log_prob", None)
+        if isinstance(key, list):
+            raise ValueError(f"{self.loss} wants a log-probability per part of an action, {key}; it may have one.")
+        if wrote.get(key):
+            raise ValueError(
+                f"the actor must write {key!r} with shape [] per row, and writes it with shape {wrote[key]}; give it a "
+                "distribution of whole actions, such as IndependentNormal or TanhNormal."
+            )
+        if key in getattr(loss, "in_keys", ()) and key not in wrote:
+            repair = "build it with return_log_prob=True."
+            if named := [other for other in getattr(actor, "log_prob_keys", ()) if other in wrote]:
+                repair = (
+                    f"build it with log_prob_key={key!r}, or tell the loss by set_keys(sample_log_prob={named[0]!r})."
+                )
+            raise ValueError(f"{self.loss} needs {key!r} of the actor, which writes {sorted(wrote)}; {repair}")
 
     def check_value(self, critic: TensorDictModuleBase, key: str, example: TensorDict) -> None:
         """That a critic writes one value per row where the loss reads it, `key`."""

@@ -12,7 +12,8 @@
 
 `("next", key)` is there for everything of a timestep, one step later. A row whose `done` is True is the reset between
 two episodes, no transition: mask it. Except for the four booleans nothing is copied: `observation` and
-`("next", "observation")` are views of the same memory.
+`("next", "observation")` are views of the same memory. A buffer of TorchRL's holds them so in a ListStorage; a
+LazyTensorStorage copies.
 """
 
 from collections.abc import Callable, Sequence

@@ -32,10 +32,11 @@ from torchrl.objectives import KLPENPPOLoss, LossModule
 from torchpod import random
 from torchpod.actions import any_allowed, mask_of
 from torchpod.agent import Agent, Bound
+from torchpod.interop.both_ways import both_ways
 from torchpod.interop.fit import Fit
 from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
-from torchpod.interop.unfit import Watched
+from torchpod.interop.unfit import Watched, shapes_of
 from torchpod.ops.exploration import falling
 from torchpod.ops.returns import gae
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
@@ -137,6 +138,7 @@ class LossAgent(Agent):
         self._check_loss(loss, example)
 
         self._pure = PureLoss(loss, adaptive, bootstraps=not self._on_policy)
+        self._check_groups()
         self._keys = cast(Any, loss.tensor_keys)
         for name, x in (self._pure.params | self._pure.buffers).items():
             _register(self, name, x)
@@ -226,19 +228,12 @@ class LossAgent(Agent):
                 f"{sorted(map(str, set(out.keys(True, True)) - known))}; make it a ProbabilisticActor or a QValueActor."
             )
         self._one_hot = self._fit.check_action(actor, action, data)
+        self._fit.check_action_space(loss, one_hot=self._one_hot is not None)
         wanted = set(getattr(loss, "in_keys", ()))
         written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {"action"}
         self._extras = tuple(sorted(wanted & written))
-        log_prob = getattr(loss.tensor_keys, "sample_log_prob", None)
-        if self._on_policy and isinstance(log_prob, list):
-            raise ValueError(
-                f"{self._name} wants a log-probability per part of an action, {log_prob}; it may have one."
-            )
-        if self._on_policy and log_prob in wanted and log_prob not in written:
-            raise ValueError(
-                f"{self._name} needs {log_prob!r} of the actor, which writes {sorted(map(str, written))}; build it with"
-                " return_log_prob=True."
-            )
+        if self._on_policy:
+            self._fit.check_log_prob(actor, loss, shapes_of(out, [*written]))
         row = torch.zeros(rows, 1)
         if self._on_policy:
             columns = {"advantage": row, "value_target": row.clone(), "state_value": row.clone()}
@@ -275,11 +270,22 @@ class LossAgent(Agent):
                 f"{self._name} gives {sorted(map(str, out.keys()))}; a loss gives keys that begin with loss."
             )
         for name, x in terms.items():
-            if not _has_rows(x, rows):
+            if not _has_rows(x, rows) or x.shape.count(rows) > 1:  # of every row with every other
                 raise ValueError(
                     f"{name} of {self._name} has shape {list(x.shape)} with reduction='none' and {rows} rows; a loss "
                     f"must say what each row costs, [..., {rows}] or [{rows}, 1], to mask resets."
                 )
+
+    def _check_groups(self) -> None:
+        names = self._pure.params
+        for group, prefixes in self._groups.items():
+            for prefix in prefixes:
+                if not any(name.startswith(prefix) for name in names):
+                    known = sorted({name.split(".")[0] for name in names})
+                    raise ValueError(
+                        f"groups[{group!r}] of LossAgent has {prefix!r}, and no parameter of {self._name} begins so; "
+                        f"they begin with {known}."
+                    )
 
     def _check_gradient(self, example: TensorDict) -> None:
         """Takes the gradient of the loss as a pure function: whether it is one."""
@@ -320,17 +326,23 @@ class LossAgent(Agent):
 
     def act(self, timestep: TimeStep, state: Tree, keys: Tensor, explore: bool = True) -> tuple[ActorOutput, Tree]:
         """See `Agent.act`."""
-        data = TensorDict({"observation": timestep.observation}, batch_size=[keys.shape[0]])
         kind = ExplorationType.RANDOM if explore else ExplorationType.DETERMINISTIC
-        with TORCHRL, set_exploration_type(kind), Keyed(keys):
-            out = self._actor(self.variables(), data)
-        action = out.get("action")
+
+        def once() -> dict[str, Tensor]:
+            data = TensorDict({"observation": timestep.observation}, batch_size=[keys.shape[0]])
+            with Keyed(keys):
+                out = self._actor(self.variables(), data)
+            return {name: out.get(name) for name in ("action", *self._extras)}
+
+        with TORCHRL, set_exploration_type(kind):
+            extras = both_ways(once) if torch.compiler.is_compiling() else once()
+        action = extras.pop("action")
         if self._one_hot is not None:
             mask = mask_of(timestep.observation)  # of equal values all are marked
             action = (action != 0 if mask is None else (action != 0) & mask).to(torch.int64).argmax(-1)
         if explore and self._explores:
             action = self._explored(action, timestep.observation, random.fold_in(keys, 1))
-        return ActorOutput(action, {name: out.get(name) for name in self._extras}), ()
+        return ActorOutput(action, extras), ()
 
     def _explored(self, action: Tensor, observation: Tree, keys: Tensor) -> Tensor:
         """Epsilon-greedy among what is allowed, or Gaussian noise within the bounds."""
