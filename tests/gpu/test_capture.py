@@ -1,14 +1,19 @@
 """The captured iteration on a GPU; and, wherever the tests run, the same code uncaptured."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.interop.rows import THERE
 from tests.interop.test_fall_back import reading_agent
+from tests.replay import test_loops
 from tests.replay.agents import AGENTS, CONTINUOUS, WITHOUT_PRIORITIES
-from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
+from torchpod import losses
+from torchpod.algos import torchrl
+from torchpod.algos.torchrl import MULTI_AGENT, TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin, train
 from torchpod.bench import anakin_worker, gpu, gpu_checks, kernels
 from torchpod.compile import Compiler
@@ -17,6 +22,21 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
+
+LOSSES = (*THERE, *MULTI_AGENT)
+PRIORITISED = tuple(name for name in AGENTS if name not in WITHOUT_PRIORITIES)
+FALL_BACK = {
+    "DistributionalDQNLoss": r"objectives/dqn\.py:\d+, `.+`, does not compile",
+    "reading": r"test_fall_back\.py:\d+, `if data\[\"advantage\"\]\.mean\(\)\.item\(\) > 1e9:`, does not compile",
+}
+"""What cannot be captured, and what is told of it."""
+MAKERS = {
+    **AGENTS,
+    **{name: lambda spec, name=name: torchrl_agent(spec, TorchRLConfig(name, hidden=(8,))) for name in LOSSES},
+    "reading": lambda spec: reading_agent(),
+}
 
 
 def build(env: str, num_envs: int, *, compiled: bool, device: str = "cpu"):
@@ -157,31 +177,73 @@ def test_the_suite_runs_on_a_gpu(tmp_path):
     assert gpu.main(str(tmp_path / "out.json"), quick=True, cases=cases, only="ppo_pendulum") == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-@pytest.mark.parametrize(("loss", "captured"), [("ClipPPOLoss", True), ("KLPENPPOLoss", True), (None, False)])
-def test_a_loss_of_torchrl_is_captured_unless_it_falls_back(loss, captured):
-    env = CartPole()
-    anakin = Anakin(
-        lambda: torchrl_agent(env.spec, TorchRLConfig(loss)) if loss else reading_agent(),
+def anakin_of(name, *, compiled, device, host=False, prioritised=False):
+    """A small program of an agent."""
+    if name in MULTI_AGENT:
+        env = losses.env_for(name)
+    else:
+        env = (Pendulum if name in (*CONTINUOUS, *torchrl.CONTINUOUS) else CartPole)(max_episode_steps=9)
+    return Anakin(
+        lambda: MAKERS[name](env.spec),
         env,
         num_envs=16,
-        unroll_length=8,
-        num_iterations=2,
-        learner=LearnerConfig(),
-        compiler=Compiler(True),
-        device="cuda",
+        unroll_length=4,
+        num_iterations=30,
+        learner=LearnerConfig(num_epochs=1, num_minibatches=2, learning_rate=1e-3),
+        compiler=Compiler(compiled),
+        device=device,
+        replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=prioritised, host=host),
     )
-    reports = [(report, replay.capture_s > 0) for report, replay in train(anakin, anakin.init(0))]
-    assert [report.iteration for report, _ in reports] == [1, 2]
-    assert all(was_captured == captured for _, was_captured in reports)
+
+
+def learned_once(name, *, compiled, device):
+    """The program after the first iteration that learns, from the same state on all devices."""
+    anakin = anakin_of(name, compiled=compiled, device=device, prioritised=name in PRIORITISED)
+    begun, before = anakin.init(0), anakin.replay.buffer.fill_iterations if anakin.replay else 0
+    ((report, program),) = train(anakin, begun, until=before + 1)
+    assert report.iteration == before + 1 and program.state.learner.healthy
+    assert gpu_checks.largest_difference(begun, program.state) > 5e-4
+    return program
+
+
+def require_the_same_update(name, *, compiled, device):
+    """As an uncompiled one on the CPU."""
+    found, plain = (learned_once(name, compiled=x, device=where) for x, where in ((compiled, device), (False, "cpu")))
+    for key, x in plain.state.learner.params.items():
+        torch.testing.assert_close(found.state.learner.params[key].cpu(), x, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["KLPENPPOLoss", "dqn"])
+def test_a_compiled_iteration_is_an_uncompiled_one(name):
+    require_the_same_update(name, compiled=True, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ClipPPOLoss", "KLPENPPOLoss", *AGENTS])
+def test_a_captured_iteration_is_an_uncompiled_one_on_the_cpu(name):
+    require_the_same_update(name, compiled=True, device="cuda")
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "reading"])
+def test_losses_of_torchrl_learn_uncaptured(name):
+    assert learned_once(name, compiled=False, device="cpu").capture_s == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*LOSSES, "reading"])
+def test_a_loss_of_torchrl_is_captured_unless_it_falls_back(name, recwarn):
+    program = learned_once(name, compiled=True, device="cuda")
+    told = [str(w.message) for w in recwarn if "runs uncompiled" in str(w.message)]
+    expected = [FALL_BACK[name]] if name in FALL_BACK else []
+    assert len(told) == len(expected) and all(map(re.search, expected, told)), told
+    assert (program.capture_s > 0) == (not told)
 
 
 WITH_REPLAY = [
     ("dqn", True, False),
     ("dqn", True, True),
     *((name, False, False) for name in AGENTS),
-    *((name, False, True) for name in AGENTS if name not in WITHOUT_PRIORITIES),
+    *((name, False, True) for name in PRIORITISED),
 ]
 """Agents, whether what they learn from lies in the host's memory, and whether it has priorities."""
 
@@ -199,29 +261,42 @@ def test_an_iteration_with_replay_is_captured_and_equals_the_uncaptured_one(name
 
 def unlike_the_loop(name, host, prioritised, *, compiled, device):
     """What `train`, which captures on a GPU, leaves otherwise than the same iterations with the ring on the device."""
-    env, states = Pendulum(max_episode_steps=9) if name in CONTINUOUS else CartPole(max_episode_steps=9), []
-    for trained in (True, False):
-        anakin = Anakin(
-            lambda: AGENTS[name](env.spec),
-            env,
-            num_envs=16,
-            unroll_length=4,
-            num_iterations=30,
-            learner=LearnerConfig(num_epochs=1, num_minibatches=2),
-            compiler=Compiler(compiled),
-            device=device,
-            replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=prioritised, host=host and trained),
-        )
-        state = anakin.init(0)
-        if trained:
-            *_, (_, replay) = train(anakin, state)
-            assert (replay.capture_s > 0) == (device == "cuda")
-            states.append(pytree.tree_map(torch.clone, replay.state))
-            assert host or kernels.waits(kernels.profiled(replay)) == []
-            continue
-        assert anakin.replay is not None
-        for i in range(30):
-            state, _ = (anakin.fill if i < anakin.replay.buffer.fill_iterations else anakin.iterate)(state)
-        states.append(state)
-    assert gpu_checks.largest_difference(states[0], anakin.init(0)) > 0
-    return gpu_checks.different(*states)
+    settings = {"compiled": compiled, "device": device, "prioritised": prioritised}
+    trained, stepped = anakin_of(name, host=host, **settings), anakin_of(name, **settings)
+    begun = trained.init(0)
+    *_, (_, program) = train(trained, begun)
+    assert (program.capture_s > 0) == (device == "cuda")
+    end = pytree.tree_map(torch.clone, program.state)
+    assert kernels.waits(kernels.profiled(program)) == []
+    assert stepped.replay is not None
+    state = stepped.init(0)
+    for i in range(30):
+        state, _ = (stepped.fill if i < stepped.replay.buffer.fill_iterations else stepped.iterate)(state)
+    assert gpu_checks.largest_difference(end, begun) > 0
+    return gpu_checks.different(end, state)
+
+
+def resumed(folder, loop, host, *, device):
+    """Requires that a run that is resumed, in a new program, ends as one that is not."""
+    lag = ["loop.lag=1"] if loop == "sebulba" else []
+    own = [*lag, f"loop={loop}", f"device={device}", f"algo.replay.host={host}", f"compile={device == 'cuda'}"]
+    test_loops.require_equal_runs(folder, [*(x for x in test_loops.SMALL if x != "compile=false"), *own], stop=14)
+
+
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+def test_a_run_whose_ring_lies_on_the_host_is_resumed(tmp_path, loop):
+    resumed(tmp_path, loop, True, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+def test_a_captured_run_with_replay_is_resumed_to_the_bit(tmp_path, loop, host):
+    resumed(tmp_path, loop, host, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("host", "where"), [(False, r"cuda:\d"), (True, "cpu")])
+def test_a_ring_that_does_not_fit_a_gpu_is_refused(tmp_path, monkeypatch, host, where):
+    own = ["device=cuda", f"algo.replay.host={host}"]
+    test_loops.require_refusal(tmp_path, monkeypatch, own, rf"33527.6 GiB, .* and {where} has [\d.]+ GiB left; use ")

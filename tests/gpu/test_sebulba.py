@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.interop.test_fall_back import agent_of_a_reading_actor, reading_agent
 from tests.replay import agents as replay_agents
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.bench import gpu, gpu_checks, kernels
 from torchpod.bench.gpu import HostCase
 from torchpod.compile import Compiler
@@ -23,6 +25,8 @@ from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.sebulba.program import Program
 from torchpod.specs import Array
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
+
 AGENTS = {
     "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(16,))),
     "lstm": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(16,), recurrent=8, cell="lstm")),
@@ -30,7 +34,13 @@ AGENTS = {
         name: lambda spec, name=name: IMPALA(spec, IMPALAConfig(hidden=(16,), torso=name))
         for name in ("nature", "impala_shallow", "impala_deep")
     },
+    "clip_ppo_loss": lambda spec: torchrl_agent(spec, TorchRLConfig("ClipPPOLoss", hidden=(16,))),
+    "reading_loss": lambda spec: reading_agent(),
+    "reading_actor": lambda spec: agent_of_a_reading_actor(),
 }
+FALL_BACK = ("reading_loss", "reading_actor")
+LAGS = {"ppo": 1, "clip_ppo_loss": 1, "reading_loss": 0, "reading_actor": 0}
+"""What they can correct for; the others for more."""
 IMAGES = ("nature", "impala_shallow", "impala_deep")
 
 
@@ -67,6 +77,7 @@ def final_state(agent, config, **how):
     state = sebulba.init(0)
     for _, program in train(sebulba, state):
         state = program.state
+    assert sebulba.compiler.fell_back == (sebulba.compiler.enabled and agent in FALL_BACK)
     return state
 
 
@@ -86,32 +97,46 @@ def test_the_learner_asks_the_device_once_in_an_iteration_whether_its_gradients_
     assert len(found) == 2  # the copy, and that it is waited for
 
 
+def require_the_same_update(agent, host, *, device):
+    """One of compiled programs, as one of uncompiled ones on the CPU."""
+    one = {"config": SebulbaConfig(num_actor_threads=1, lag=0), "host": host, "iterations": 1}
+    found = final_state(agent, compiled=True, device=device, **one)
+    plain = final_state(agent, compiled=False, device="cpu", **one)
+    for name, x in plain.learner.params.items():
+        torch.testing.assert_close(found.learner.params[name].cpu(), x, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize("agent", ["clip_ppo_loss", *FALL_BACK])
+def test_compiled_actors_and_learner_do_what_uncompiled_ones_do(agent):
+    require_the_same_update(agent, False, device="cpu")
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
 @pytest.mark.parametrize("host", [True, False])
 @pytest.mark.parametrize("agent", AGENTS)
 def test_captured_actors_and_learner_do_what_uncompiled_ones_do_on_the_cpu(agent, host, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    config = SebulbaConfig(num_actor_threads=1, lag=0)
-    one = {"config": config, "host": host, "iterations": 1}
-    captured, plain = final_state(agent, compiled=True, **one), final_state(agent, compiled=False, device="cpu", **one)
-    for name, x in captured.learner.params.items():
-        torch.testing.assert_close(x.cpu(), plain.learner.params[name], rtol=1e-3, atol=1e-4)
+    require_the_same_update(agent, host, device="cuda")
 
 
 def require_two_equal_runs(agent, **how):
-    config = SebulbaConfig(num_actor_threads=2, pools_per_actor=2, lag=1 if agent == "ppo" else 2, updates_per_batch=2)
+    lag = LAGS.get(agent, 2)
+    config = SebulbaConfig(num_actor_threads=2, pools_per_actor=2, lag=lag, updates_per_batch=2)
     ends = [final_state(agent, config, **how) for _ in range(2)]
     for a, b in zip(*map(pytree.tree_leaves, ends), strict=True):
         assert torch.equal(a, b)
     assert ends[0].learner.healthy
 
 
-@pytest.mark.parametrize("agent", ["ppo", "lstm", "impala_shallow"])
+@pytest.mark.parametrize("agent", ["ppo", "lstm", "impala_shallow", "clip_ppo_loss", *FALL_BACK])
 def test_with_a_fixed_lag_two_runs_are_equal(agent):
     require_two_equal_runs(agent, compiled=False, iterations=2, device="cpu")
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
 @pytest.mark.parametrize("agent", AGENTS)
 def test_with_a_fixed_lag_two_captured_runs_are_equal_whatever_threads_and_streams_do(agent):
     require_two_equal_runs(agent, compiled=True, iterations=30)
@@ -138,6 +163,7 @@ def test_captured_with_a_free_lag_all_that_is_acted_is_learned_from(refresh):
 def replayed_twice(name, *, compiled, device):
     """The ends of two runs by two actors, with what is learned from in the host's memory in one of them."""
     env = Pendulum(max_episode_steps=9) if name in replay_agents.CONTINUOUS else CartPole(max_episode_steps=9)
+    prioritised = name not in replay_agents.WITHOUT_PRIORITIES
     for host in (False, True):
         sebulba = Sebulba(
             lambda: replay_agents.AGENTS[name](env.spec),
@@ -149,7 +175,7 @@ def replayed_twice(name, *, compiled, device):
             compiler=Compiler(compiled),
             config=SebulbaConfig(num_actor_threads=2, lag=1),
             device=device,
-            replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=name != "sac", host=host),
+            replay=ReplayConfig(640, batch_size=32, min_size=256, prioritised=prioritised, host=host),
         )
         state = sebulba.init(0)
         for _, program in train(sebulba, state):
@@ -164,13 +190,13 @@ def unlike_ends(states):
     return gpu_checks.different(first, second)
 
 
-@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac", "td3"])
+@pytest.mark.parametrize("name", replay_agents.AGENTS)
 def test_with_replay_two_runs_are_equal(name):
     assert unlike_ends(replayed_twice(name, compiled=False, device="cpu")) == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac", "td3"])
+@pytest.mark.parametrize("name", replay_agents.AGENTS)
 def test_with_replay_two_captured_runs_are_equal_wherever_it_lies(name):
     assert unlike_ends(replayed_twice(name, compiled=True, device="cuda")) == []
 

@@ -197,22 +197,27 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, written_on
     lag, small = ["loop.lag=1"] if loop == "sebulba" else [], SMALL
     if other:
         small = [*other, *(x for x in SMALL[2:] if "n_step" not in x), "algo.unroll_length=4"]
-    config = [*small, f"loop={loop}", *lag, f"total_env_steps={30 * STEPS}"]
-    whole = execute(load([*config, f"run_dir={tmp_path}/whole"]))
+    require_equal_runs(tmp_path, [*small, f"loop={loop}", *lag], stop)
+
+
+def require_equal_runs(folder: Path, config: list[str], stop: int) -> None:
+    """One that goes on after iteration `stop` in a new program, and one that is not interrupted."""
+    config = [*config, f"total_env_steps={30 * STEPS}"]
+    whole = execute(load([*config, f"run_dir={folder}/whole"]))
     # Three checkpoints, at different iterations, so that several files are put together.
     config += ["checkpoint.interval_s=0"]
-    execute(load([*config, f"run_dir={tmp_path}/parts"]), until=stop)
-    folder = checkpoint.latest(tmp_path / "parts")
-    assert int(folder.name) == stop
-    assert bool(json.loads(checkpoint.manifest_of(folder, 0)))
-    again = execute(load([f"resume={tmp_path}/parts"]))
+    execute(load([*config, f"run_dir={folder}/parts"]), until=stop)
+    last = checkpoint.latest(folder / "parts")
+    assert int(last.name) == stop
+    assert bool(json.loads(checkpoint.manifest_of(last, 0)))
+    again = execute(load([f"resume={folder}/parts"]))
     states = [torch.load(checkpoint.latest(run.dir) / "state-0.pt") for run in (whole, again)]
     assert_equal(*states)
     assert_equal(again.variables, whole.variables)
     # One for every 8 steps, but those of the first iterations, which only collect: one, or what a sequence needs.
-    assert int(states[0][".learner.num_steps"]) * 8 == (27 if "algo=r2d2" in other else 29) * STEPS
+    assert int(states[0][".learner.num_steps"]) * 8 == (27 if "algo=r2d2" in config else 29) * STEPS
     assert 0.8 * 30 * STEPS < whole.summary["env_steps"] <= 30 * STEPS
-    assert len(list((tmp_path / "parts/replay/0").glob("*.pt"))) <= 30
+    assert len(list((folder / "parts/replay/0").glob("*.pt"))) <= 30
 
 
 def test_a_run_that_was_interrupted_within_a_call_goes_on_as_if_it_had_not_been(seed, monkeypatch):
@@ -348,13 +353,18 @@ def test_agents_in_the_user_s_files_may_learn_from_replay(tmp_path: Path, capsys
 )
 def test_a_ring_that_does_not_fit_is_refused_before_anything_is_compiled(tmp_path: Path, monkeypatch, more, takes):
     monkeypatch.setattr(memory, "free_bytes", lambda *_: (1e12, "cpu"))
+    require_refusal(tmp_path, monkeypatch, [more], f"{takes}, and cpu has 931.3 GiB left; use at most ")
+
+
+def require_refusal(folder: Path, monkeypatch, more: list[str], told: str) -> None:
+    """Of a ring of 1e12 steps, with a sentence that goes on as `told` does."""
     calls = []
     monkeypatch.setattr(Compiled, "__call__", lambda *_: calls.append(1))
     config = [x for x in SMALL if not x.startswith(("compile", "algo.replay.capacity"))]
-    config += [more, "algo.replay.capacity=1000000000000", f"run_dir={tmp_path}/run", f"total_env_steps={30 * STEPS}"]
-    with pytest.raises(ValueError, match=f"takes {takes}, and cpu has 931.3 GiB left; use at most "):
+    config += [*more, "algo.replay.capacity=1000000000000", f"run_dir={folder}/run", f"total_env_steps={30 * STEPS}"]
+    with pytest.raises(ValueError, match=f"takes {told}"):
         execute(load(config))
-    assert not calls and not (tmp_path / "run").exists()
+    assert not calls and not (folder / "run").exists()
 
 
 def test_a_ring_in_files_is_as_one_in_memory_and_leaves_none(tmp_path: Path):
