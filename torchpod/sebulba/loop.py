@@ -184,6 +184,10 @@ class Sebulba:
         """Whether a checkpoint holds the environments too: tensor environments; others begin new episodes."""
         return self.envs[0].traits.pure
 
+    def capturable(self) -> bool:
+        """Whether a graph can hold what has run so far: what runs uncompiled may ask the device for numbers."""
+        return not self.compiler.fell_back
+
     def init(self, seed: int) -> RunState:
         """The state before the first iteration. Starts the environments."""
         state = init_state(
@@ -233,7 +237,8 @@ class Sebulba:
                 if self.static:
                     with torch.no_grad(), on(device):
                         own = pytree.tree_map(lambda x, device=device: x.to(device), variables)
-                        advance = Static(advance, (own, *share), capture=device.type == "cuda")
+                        capture, args = device.type == "cuda", (own, *share)
+                        advance = Static(advance, args, capture=capture, capturable=self.capturable)
                     port = None if self.restartable else Port(device)
                 env = self.envs[i]
                 if not self.config.num_actor_threads:  # the watchdog of the threads sleeps while the main thread steps

@@ -40,7 +40,8 @@ class Program:
         example = sebulba.example(state, self._actors)
         if sebulba.static:
             capture = sebulba.device.type == "cuda"
-            self._update = Static(sebulba.update, (self._state, example), capture=capture)
+            args = self._state, example
+            self._update = Static(sebulba.update, args, capture=capture, capturable=sebulba.capturable)
         else:
             self._update = sebulba.update
             sebulba.compiler.ahead(self._update, self._state, example)

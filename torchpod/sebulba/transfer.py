@@ -92,12 +92,20 @@ class Static:
       fn: of trees of tensors.
       args: to begin with.
       capture: use a CUDA graph.
+      capturable: asked after the first run, whether that can be.
     """
 
-    def __init__(self, fn: Callable[..., Tree], args: tuple[Tree, ...], *, capture: bool) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Tree],
+        args: tuple[Tree, ...],
+        *,
+        capture: bool,
+        capturable: Callable[[], bool] = lambda: True,
+    ) -> None:
         if not capture:
             fn(*pytree.tree_map(torch.clone, args))  # compiles, which no actor's thread may; nothing but time is lost
-        self._replay = Replay(lambda own: (own, fn(*own)), args, capture=capture)
+        self._replay = Replay(lambda own: (own, fn(*own)), args, capture=capture, capturable=capturable)
         self._leaves = reader(args)  # by their names, for an update may hand on dicts in another order
         self._own = self._leaves(self._replay.state)
         self._given: tuple[Tensor | None, ...] = (None,) * len(self._own)
