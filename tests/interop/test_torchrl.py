@@ -64,10 +64,7 @@ def test_ppo_of_torchrl_learns_cartpole_in_the_compiled_loop(recwarn):
     assert not [w for w in recwarn if "uncompiled" in str(w.message)]
 
 
-ALONE = [x for x in (*ON_POLICY, *OFF_POLICY) if x not in ("IPPOLoss", "MAPPOLoss")]
-
-
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", THERE)
 def test_members_of_a_population_are_runs_of_their_own(name, seed):
     env = env_for(name)
 
