@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether its iterations are enough to tell that from returns: with many environments they are few."""
+        """Whether its returns tell that: those of Pendulum and Breakout do not yet, nor those of few iterations."""
         return self.env == "cartpole" and self.num_envs <= 4096
 
     @property
@@ -251,7 +251,7 @@ def case_rows(
         notes = [
             f"TF32 {'on' if a[0].get('tf32') else 'off'}",
             floor_note(case, a[0], details, make.hardware["gpu"]),
-            "" if case.learns else "returns say little in so few steps",
+            "" if case.learns else "returns say nothing in so few steps",
             rate.note,
         ]
         rate = dataclasses.replace(rate, note="; ".join(filter(None, notes)))

@@ -38,8 +38,8 @@ MOST_WITH_FULL = 45
 BUDGET_S = 520.0
 MEMORY_SHARE = 0.7
 """Of a GPU's memory, by estimate, for the workers that are there at once."""
-PEER_S = 15.0
-"""Of the time on CUDA, kept for NumPy: for each game with so many agents."""
+PEERS_SHARE = 0.15
+"""Of the time on CUDA, kept for NumPy."""
 MOST_AT_ONCE = 8
 """Workers that compile side by side, on the cores of a machine with one GPU."""
 
@@ -227,7 +227,9 @@ def on_gpu(
 ) -> dict[Case, dict[str, Measured]]:
     """The measurements of each side: cases that fit in memory compile at once, NumPy runs when all are measured."""
     found: dict[Case, dict[str, Measured]] = {}
-    of_waves = deadline - PEER_S * len({case[:2] for case in cases if case.has_peer})
+    with_peer = [case for case in cases if case.has_peer]
+    games = [*dict.fromkeys(case[:2] for case in with_peer)]
+    of_waves = deadline - (PEERS_SHARE if games else 0.0) * (deadline - time.monotonic())
     for wave in waves(cases, MEMORY_SHARE * torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 1e11):
         jobs = [
             Job(case.name, ours, ["--rounds", str(rounds), *case_arguments(case, "cuda", seconds, repeats, 0)])
@@ -237,15 +239,15 @@ def on_gpu(
             results = running.measure(rounds)
         found |= {case: {ours.name: result.measurements} for case, result in zip(wave, results, strict=True)}
     with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-        of_game: dict[tuple[str, int], Measured] = {}
-        for case in (case for case in cases if case.has_peer):
-            if (game := case[:2]) not in of_game:
-                arguments = [case_arguments(case, "cuda", seconds, repeats, seed) for seed in range(rounds)]
-                left = max(1.0, deadline - time.monotonic())
-                of_game[game] = harness.interleave([peer], arguments, core=core, cache_dir=Path(cache), timeout_s=left)[
-                    peer.name
-                ]
-            found[case][peer.name] = of_game[game]
+        for i, game in enumerate(games):
+            arguments = [case_arguments(Case(*game, 1), "cuda", seconds, repeats, seed) for seed in range(rounds)]
+            left = max(1.0, (deadline - time.monotonic()) / (len(games) - i))
+            measured = harness.interleave([peer], arguments, core=core, cache_dir=Path(cache), timeout_s=left)[
+                peer.name
+            ]
+            for case in with_peer:
+                if case[:2] == game:
+                    found[case][peer.name] = measured
     return found
 
 

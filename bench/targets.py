@@ -38,8 +38,8 @@ _HOST = (
     "section 5)"
 )
 _LAUNCHES = (
-    "launches with few environments and by networks with many; since the run on an H100 networks share launches, and "
-    "unrolls of up to 4096 environments are one kernel (docs/design.md, section 4)"
+    "launches with few environments, networks with many; tried: networks that share launches, unrolls of up to 4096 "
+    "environments as one kernel, both after the run on an H100 (docs/design.md, section 4)"
 )
 _COMPILE = Target(ratio=3.0)
 _WARM = Target(

@@ -648,11 +648,11 @@ class GpuUnroll(Unroll):
         """Compiles it, and takes a step.
 
         Raises:
-          LookupError: if this GPU has no room for it, or Triton no code.
+          LookupError: if this GPU has no room for it, or Triton does not compile it.
         """
         try:
             self.run(inputs, 1, 0)
-        except importlib.import_module("triton.errors").TritonError as error:
+        except (importlib.import_module("triton.errors").TritonError, RuntimeError) as error:
             raise LookupError(f"no kernel for this GPU ({error})") from error
 
     def run(self, inputs: list[Tensor], length: int, axis: int) -> tuple[Any, Any, Any]:

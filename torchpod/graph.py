@@ -3,7 +3,7 @@
 `Replay(fn, state)` owns a copy of `state`. A call runs `fn(state) -> (state, metrics)` and copies the result back into
 the same memory. On CUDA the run is captured once and then replayed: nothing returns to Python between the first
 environment step and the last optimizer step. On CPU the very same code runs uncaptured, from the first call on.
-Convolutions on CUDA take the algorithms of cuDNN that add in one order, so that two runs are equal to the bit.
+From then on cuDNN takes algorithms that add in one order, in the whole process, so that two runs are equal to the bit.
 """
 
 import time
@@ -44,7 +44,8 @@ class Replay:
         self.state = pytree.tree_map(torch.clone, state)
         leaves = self._leaves(self.state)
         self._own = {x.untyped_storage().data_ptr() for x in leaves}
-        self._on_gpu = any(x.is_cuda for x in leaves)
+        if any(x.is_cuda for x in leaves):
+            torch.backends.cudnn.deterministic = True
         self.metrics: Tree = None
         self._graph: Any = None
         self.capture_s = 0.0
@@ -57,7 +58,7 @@ class Replay:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
-                    self._run_of(pytree.tree_map(torch.clone, self.state))
+                    fn(pytree.tree_map(torch.clone, self.state))
             torch.cuda.current_stream().wait_stream(self._stream)
             if not capturable():
                 return
@@ -84,15 +85,5 @@ class Replay:
             a.copy_(b)
 
     def _run(self) -> None:
-        state, self.metrics = self._run_of(self.state)
+        state, self.metrics = self._fn(self.state)
         self.load(state)
-
-    def _run_of(self, state: Tree) -> tuple[Tree, Tree]:
-        if not self._on_gpu:
-            return self._fn(state)
-        cudnn = torch.backends.cudnn
-        before, cudnn.deterministic = cudnn.deterministic, True
-        try:
-            return self._fn(state)
-        finally:
-            cudnn.deterministic = before

@@ -110,7 +110,7 @@ def test_equal_returns_of_sides_that_learned_nothing_fail_the_suite(tmp_path, fa
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
     assert status == 1 and "jax learned to a mean return of 20.0, and must reach 44" in document["failures"][1]
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), cases=(Case("cartpole", 16_384),))
-    assert status == 0 and "returns say little in so few steps" in document["rows"][0]["note"]
+    assert status == 0 and "returns say nothing in so few steps" in document["rows"][0]["note"]
 
 
 def test_a_peer_that_is_not_installed_is_a_note(tmp_path, fake):

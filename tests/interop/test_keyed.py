@@ -63,6 +63,16 @@ def test_each_member_of_a_population_draws_by_its_own_key(name, seed):
     assert not torch.equal(*both)
 
 
+def test_memory_on_another_device_stays_there(seed):
+    key = random.key(seed)
+
+    def loss(x):
+        with Keyed(key.to("meta")):
+            return x + torch.zeros(3).sum()
+
+    torch.func.grad(loss)(torch.tensor(1.0))
+
+
 def test_categories_come_as_often_as_their_probabilities_say(seed):
     probs = torch.tensor([0.05, 0.0, 0.6, 0.35])
     with Keyed(random.key(seed)):

@@ -41,7 +41,7 @@ class Keyed(TorchFunctionMode):
                 f"{func.__name__} draws from torch's generator and has no keyed counterpart; draw with one of "
                 f"{', '.join(sorted(f.__name__ for f in _DRAWS))}."
             )
-        draw = _DRAWS.get(func)
+        draw = _DRAWS.get(func) or _MEMORY.get(func)
         return func(*args, **kwargs) if draw is None else draw(self, *args, **kwargs)
 
     def uniform(self, shape: Sequence[int], like: Tensor | None = None, **options: Any) -> Tensor:
@@ -110,11 +110,11 @@ def _randn_like(own: Keyed, x: Tensor, **options: Any) -> Tensor:
 
 
 def _own(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """New memory, one for each member of a population, which what is drawn into it in place differs between."""
+    """New memory, one for each member of a population, so that each may draw into its own in place."""
 
     def made(own: Keyed, *size: Any, **options: Any) -> Tensor:
         x, key = make(*size, **options), own._keys.flatten()[0]
-        return x if _level() is None else torch.where(key == key, x, x)
+        return x if _level() is None or x.device != key.device else torch.where(key == key, x, x)
 
     return made
 
@@ -182,8 +182,6 @@ def _bernoulli_(own: Keyed, x: Tensor, p: Any = 0.5, *, generator: None = None) 
 
 
 _DRAWS: dict[Any, Callable[..., Tensor]] = {
-    torch.empty: _own(torch.empty),
-    torch.zeros: _own(torch.zeros),
     torch.rand: _rand,
     torch.randn: _randn,
     torch.rand_like: _rand_like,
@@ -200,6 +198,7 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     Tensor.exponential_: _exponential_,
     Tensor.bernoulli_: _bernoulli_,
 }
+_MEMORY = {torch.empty: _own(torch.empty), torch.zeros: _own(torch.zeros)}
 _UNKNOWN = {
     torch.poisson,
     torch.binomial,
