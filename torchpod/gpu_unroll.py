@@ -549,10 +549,8 @@ def _remainder(source: _Source, node: Node, result: Tensor) -> Value:
     by = cast(Any, node.args[1])
     if not by > 0:
         raise LookupError(f"{node.target} by {by} has no kernel here")
-    form, divisor = (
-        "libdevice.fmod({}, {})" if result.is_floating_point() else "{} % {}",
-        source.literal(by, result.dtype),
-    )
+    form = "libdevice.fmod({}, {})" if result.is_floating_point() else "{} % {}"
+    divisor = source.literal(by, result.dtype)
 
     def remain(x: str) -> str:
         left = source.put(form.format(x, divisor))
