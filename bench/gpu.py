@@ -97,6 +97,8 @@ HOST_CASES = tuple(
         ("Pong-v5", 128, 20),
     )
 )
+LAYOUT = ("--actors", 2, "--pools", 2, "--share")
+"""Of Sebulba."""
 HOST_CASE_S = 60.0
 """A case of Sebulba is begun if so much time is left."""
 CALL_STEPS = {"cartpole": 16_000_000, "pendulum": 16_000_000, "minatar_breakout": 4_000_000, "grid_world": 64_000_000}
@@ -314,12 +316,12 @@ def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick:
                 of_raw, of_ours = (
                     harness.run_worker(
                         worker,
-                        [str(x) for x in (*arguments, "--mode", mode, "--actors", actors, "--pools", pools)],
+                        [str(x) for x in (*arguments, "--mode", mode, *layout)],
                         core=None,
                         cache_dir=Path(cache),
                         timeout_s=max(1.0, deadline - time.monotonic()),
                     )
-                    for mode, actors, pools in (("env_only", 1, 1), ("update", 2, 2))
+                    for mode, layout in (("env_only", ("--actors", 1)), ("update", LAYOUT))
                 )
         except WorkerError as error:
             failures.append(f"{case.name}: {error}")

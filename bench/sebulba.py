@@ -3,10 +3,13 @@
     torchpod bench sebulba [--json FILE] [--quick]
 
 The budget is the one of suite `anakin`: environments, + inference (`act_...`), + learning (`ppo_...`), with one and two
-actor threads and with one that has two pools, beside (a) the same work in turn in one thread, and (b) a plain PyTorch
-loop (bench/peers/plain_ppo.py). Every side runs at its better number of OpenMP threads and, with one pool, of
-EnvPool's: all are tried in the first round, the better half again in each that follows, and the rounds of the best are
-reported. The best layout must reach the goals. Read harness.py first.
+actor threads and with one that has two pools, whose threads are their own or in common, beside (a) the same work in
+turn in one thread, and (b) a plain PyTorch loop (bench/peers/plain_ppo.py). Every side runs at its better number of
+OpenMP threads and, with one pool, of EnvPool's: all are tried in the first round, the better half again in each that
+follows, and the rounds of the best are reported. The best layout must reach the goals.
+
+Rows `paced_...` are for machines with a GPU: EnvPool's steps where actors sleep before each, as long as a GPU needs
+them to, beside EnvPool alone: what share of its steps is left. Read harness.py first.
 """
 
 import itertools
@@ -36,8 +39,15 @@ CASES = {
     "pong": Case("Pong-v5", 8, 1),
     "ant": Case("Ant-v4", 8, 4),
 }
+PACED = {"pong": Case("Pong-v5", 64, 6)}
+"""Of rows `paced_...`, with unrolls of 20 steps and a thread per core."""
 THREADS = (1, 2)
-LAYOUTS = {"1_actors": ("--actors", "1"), "2_actors": ("--actors", "2"), "2_pools": ("--actors", "1", "--pools", "2")}
+LAYOUTS = {
+    "1_actors": ("--actors", "1"),
+    "2_actors": ("--actors", "2"),
+    "2_pools": ("--actors", "1", "--pools", "2"),
+    "2_sharing_pools": ("--actors", "1", "--pools", "2", "--share"),
+}
 """Of actor threads and their pools."""
 GOALS = {"cartpole": 3.0, "pong": 1.2}
 """Times the plain loop, for learning; and everything must be as fast as in turn."""
@@ -50,6 +60,7 @@ def main(
     *,
     quick: bool = False,
     cases: Mapping[str, Case] = CASES,
+    paced: Mapping[str, Case] = PACED,
     rounds: int = 3,
     repeats: int = 3,
     ours: tuple[str, ...] = (sys.executable, "-m", "torchpod.bench.sebulba_worker"),
@@ -61,13 +72,14 @@ def main(
       json_path: where the rows go; None for bench/results/.
       quick: CartPole, one round of one call: whether everything works, not how fast it is.
       cases: environments.
+      paced: environments of rows `paced_...`.
       rounds: times that each side runs, in turn.
       repeats: timed calls in a round.
       ours: command of torchpod's worker.
       plain: command of the plain loop.
     """
     if quick:
-        cases, rounds, repeats = {"cartpole": CASES["cartpole"]}, 1, 1
+        cases, paced, rounds, repeats = {"cartpole": CASES["cartpole"]}, {}, 1, 1
     load_average = getloadavg()
     make, rows, failures = RowMaker(), [], []
     for name, case in cases.items():
@@ -84,6 +96,9 @@ def main(
         failures += [f"{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
         failures += unequal(name, results)
         failures += [] if quick else missed(name, new)
+    for name, case in paced.items():
+        new, wrong = paced_rows(make, name, case, ours, rounds, repeats)
+        rows, failures = rows + new, failures + wrong
     return harness.finish(
         "sebulba",
         rows,
@@ -165,6 +180,26 @@ def rows_of(make: RowMaker, name: str, case: Case, results: Results) -> list[Row
             row = f"cpu_{name}_{side}/{case.num_envs}"
             rows.append(make.alone(row, statistics.median(used), "share of all cores", used))
     return rows
+
+
+def paced_rows(
+    make: RowMaker, name: str, case: Case, ours: tuple[str, ...], rounds: int, repeats: int
+) -> tuple[list[Row], list[str]]:
+    """Of one environment, rows, and a sentence for each side that failed."""
+    layouts = {layout: words for layout, words in LAYOUTS.items() if layout != "1_actors"}
+    sides = [Worker("raw", (*ours, "--actors", "0", "--mode", "env_only"))]
+    sides += [Worker(layout, (*ours, *words, "--mode", "paced")) for layout, words in layouts.items()]
+    work = ["--task", case.task, "--num-envs", case.num_envs, "--unroll-length", 20]
+    work += ["--iterations", case.iterations, "--repeats", repeats]
+    arguments = [[str(x) for x in (*work, "--seed", seed)] for seed in range(rounds)]
+    results = harness.interleave(sides, arguments, core=None)
+    rows = [
+        make.rate(f"paced_{name}_{layout}/{case.num_envs}", results[layout], results["raw"], peer_name="EnvPool alone")
+        for layout in layouts
+    ]
+    for row in rows:
+        print(f"{row.name:36s} {row.value or 0:12,.0f} {row.unit}  {row.ratio or 0:.2f} {row.note}", flush=True)
+    return rows, [f"paced_{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
 
 
 def missed(name: str, rows: list[Row]) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from torchpod.sebulba.program import Program
 from torchpod.types import FIRST, Trajectory
 
 ATARI = {"reward_clip": True, "episodic_life": True}
+DECIDING_S = 1.5e-3
+"""What an actor takes for one step of a pool on an H200 (docs/design.md, section 5)."""
 
 
 class Acting(Sebulba):
@@ -55,6 +58,7 @@ def measure(
     threads: int,
     seed: int,
     pools: int = 1,
+    share: bool = False,
     pool_threads: int | None = None,
     compiled: bool = True,
     algo: str = "ppo",
@@ -66,13 +70,15 @@ def measure(
     Args:
       task: of EnvPool.
       num_envs: B, over all actors.
-      mode: "env_only" (one pool, actions drawn beforehand), "policy" or "update".
+      mode: "env_only" (one pool, actions drawn beforehand), "paced" (the same in all pools, whose actors wait
+        `DECIDING_S` before each step, as for a GPU), "policy" or "update".
       actors: actor threads; 0 for none.
       iterations: within one timed call.
       repeats: timed calls.
       threads: OpenMP threads of the learner.
       seed: of everything.
       pools: of environments, per actor.
+      share: the pools of an actor have their threads in common.
       pool_threads: that step the environments of a pool; None shares out the cores.
       compiled: False to see whether it works at all.
       algo: "ppo", 4 epochs of 4 minibatches, or "impala", one update per batch.
@@ -103,12 +109,16 @@ def measure(
         device=device,
         learner=config,
         num_iterations=iterations * (1 + repeats + profiles),
-        compiler=Compiler(compiled and mode != "env_only"),
-        config=SebulbaConfig(num_actor_threads=actors, pools_per_actor=pools, lag=1 if actors else 0),
+        compiler=Compiler(compiled and mode in ("policy", "update")),
+        config=SebulbaConfig(
+            num_actor_threads=actors, pools_per_actor=pools, pools_share_threads=share, lag=1 if actors else 0
+        ),
     )
     began = time.perf_counter()
     if mode == "env_only":
         call, close = raw_call(task, num_envs, unroll_length, pool_threads, options), env.close
+    elif mode == "paced":
+        call, close = paced_call(sebulba, sebulba.init(seed)), sebulba.close
     else:
         program = Program(sebulba, sebulba.init(seed))
         program.begin()
@@ -143,7 +153,7 @@ def measure(
         "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": None,
         "episodes": 0,
-        "threads": {"torch": threads, "actors": actors, "pools": pools, "pool": pool_threads},
+        "threads": {"torch": threads, "actors": actors, "pools": pools, "pool": pool_threads, "share": share},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     if busy:
@@ -186,14 +196,41 @@ def raw_call(task: str, num_envs: int, length: int, num_threads: int, options: d
     return call
 
 
+def paced_call(sebulba: Sebulba, state: RunState) -> Callable[[], int]:
+    """As many steps as an iteration has, each with the action 0 and after `DECIDING_S` in which its actor sleeps."""
+    actors = sebulba.actors(state)
+
+    def unroll(actor: Any, counts: list[int]) -> None:
+        action = torch.zeros(sebulba.num_envs // len(actors) // len(actor.pools), dtype=torch.int64)
+        for t in range(sebulba.unroll_length + 1):
+            for pool in actor.pools:
+                if t > 0:
+                    counts.append(int((pool.env.recv().step_type != FIRST).sum()))
+                if t < sebulba.unroll_length:
+                    time.sleep(DECIDING_S)
+                    pool.env.send(action)
+
+    def call() -> int:
+        counts: list[int] = []
+        threads = [threading.Thread(target=unroll, args=(actor, counts)) for actor in actors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(counts)
+
+    return call
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", default="CartPole-v1")
     parser.add_argument("--num-envs", type=int, default=8)
-    parser.add_argument("--mode", choices=["env_only", "policy", "update"], default="update")
+    parser.add_argument("--mode", choices=["env_only", "paced", "policy", "update"], default="update")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--pools", type=int, default=1, help="pools of environments per actor")
+    parser.add_argument("--share", action="store_true", help="the pools of an actor have their threads in common")
     parser.add_argument("--pool-threads", type=int, help="of EnvPool, per pool; default: the cores are shared out")
     parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")

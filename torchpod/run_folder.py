@@ -35,6 +35,7 @@ MAY_CHANGE = (
         "loop.iterations_per_call",
         "loop.num_actor_threads",
         "loop.pools_per_actor",
+        "loop.pools_share_threads",
         "loop.queue_size",
         "loop.split",
         "loop.timeout_s",

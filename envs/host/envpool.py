@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.actions import lead_of
 from torchpod.envs.arguments import at_least
+from torchpod.envs.host.batches import Batches, Stepped
 from torchpod.envs.host.gymnasium import action_of, grouped_timestep, host_timestep, spec_of, to_tensors
 from torchpod.specs import HOST, Array, Box, EnvSpec, MultiDiscrete
 from torchpod.types import TimeStep, Tree
@@ -24,7 +26,7 @@ _RESERVED = {
     "num_envs": "init makes one environment per key",
     "seed": "the keys of init are the seeds",
     "env_seed": "the keys of init are the seeds",
-    "batch_size": "a step is one of all environments; to overlap two, send() to one pool and recv() from another",
+    "batch_size": "a step is one of all environments; in_batches(num) steps some while others wait for their actions",
     "zero_discount_on_life_loss": "where the discount is 0 an episode ends; use episodic_life=True",
 }
 """Options of EnvPool that a user may not give, and why."""
@@ -73,12 +75,143 @@ class EnvPool:
             raise ValueError(f"EnvPool({task!r}) takes no {option}: {_RESERVED[option]}.")
         self._options = {"num_threads": num_threads, **options}
         self.num_threads = num_threads
-        self._pool: Any = None
-        self._sent = False
-        self._was_last = np.zeros(0, bool)
+        self._num_batches = 1
+        self.batches: list[Batch] = []
         with _making(task, options):
             spec = _envpool().make_spec(task, **options)
-            config, observation_space, action_space = spec.config, spec.observation_space, spec.action_space
+            observation_space, action_space = spec.observation_space, spec.action_space
+        self._translated = _Translated(task, spec, observation_space, action_space)
+        self.spec = self._translated.spec
+
+    def init(self, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.init`; a second call begins again, with a new pool."""
+        num_envs, num = keys.shape[0], self._num_batches
+        at_least(1, num_envs=num_envs)
+        if num_envs % num:
+            raise ValueError(f"{self.spec.name}: {num_envs} environments are not {num} batches; use a multiple.")
+        self.close()
+        seeds = (random.bits(keys, 1)[:, 0] >> 1).tolist()  # EnvPool takes int32
+        options = self._options | {"num_threads": self.num_threads * num}
+        if num > 1:
+            options["batch_size"] = num_envs // num
+        with _making(self.spec.name, {}):
+            pool = _envpool().make_gymnasium(self.spec.name, num_envs=num_envs, seed=seeds, **options)
+            pool.async_reset()
+            batches = Batches(pool, num_envs, num)
+            first = [batches.recv(i) for i in range(num)]
+        self.batches = [Batch(self._translated, batches, i) for i in range(num)]
+        return None, _side_by_side([batch.begin(seen) for batch, seen in zip(self.batches, first, strict=True)])
+
+    def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.step`."""
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action: Tree) -> None:
+        """Starts a step and returns at once: the C++ threads work until `recv`, while the caller does other things."""
+        if not self.batches:
+            raise RuntimeError(f"{self.spec.name}: init() comes before send().")
+        if len(self.batches) == 1:
+            return self.batches[0].send(action)
+        for batch, part in zip(self.batches, action.split(self.batches[0].num_envs), strict=True):
+            batch.send(part)
+
+    def recv(self) -> TimeStep:
+        """Waits for the step that `send` started."""
+        if not self.batches:
+            raise RuntimeError(f"{self.spec.name}: recv() comes after send().")
+        return _side_by_side([batch.recv() for batch in self.batches])
+
+    def close(self) -> None:
+        """Lets go of the pool, which ends its threads."""
+        for batch in self.batches[:1]:
+            batch.close()
+        self.batches = []
+
+    def in_batches(self, num: int) -> "EnvPool":
+        """These environments in `num` equal `batches`, once they are made, each with a `send` and a `recv` of its own.
+
+        `num_threads` times `num` threads work on whatever parts have been sent, so that none of them stands still
+        while a caller decides for one part.
+
+        Raises:
+          ValueError: for games of several players.
+        """
+        if self._translated.players:
+            raise ValueError(
+                f"{self.spec.name} is a game of several players, and these are stepped in one batch; leave out "
+                "loop.pools_share_threads=true."
+            )
+        env = EnvPool(self.spec.name, **self._options)
+        env._num_batches = num
+        return env
+
+    def limited(self, max_episode_steps: int) -> "EnvPool":
+        """See `torchpod.envs.transforms.time_limit`."""
+        return EnvPool(self.spec.name, **{**self._options, "max_episode_steps": max_episode_steps})
+
+    def repeated(self, num: int) -> "EnvPool":
+        """See `torchpod.envs.transforms.action_repeat`: `frame_skip` where EnvPool has it, times `num`."""
+        config = _envpool().make_spec(self.spec.name, **self._options).config
+        if "frame_skip" not in config._fields:
+            raise ValueError(f"{self.spec.name} has no frame_skip in EnvPool, so that its actions cannot be repeated.")
+        return EnvPool(self.spec.name, **{**self._options, "frame_skip": num * config.frame_skip})
+
+
+class Batch:
+    """Environments of an `EnvPool` that step together, behind the contract of `Env` but for `init`."""
+
+    traits = HOST
+
+    def __init__(self, translated: "_Translated", batches: Batches, index: int) -> None:
+        self.spec, self.num_envs = translated.spec, batches.size
+        self._translated, self._batches, self._index = translated, batches, index
+        self._was_last, self._sent = np.ones(batches.size, bool), False
+
+    def begin(self, seen: Stepped) -> TimeStep:
+        """The first timestep, of what the reset gave."""
+        zero, no = np.zeros_like(seen.reward), np.zeros(self.num_envs, bool)
+        timestep, self._was_last = self._translated.timestep(Stepped(seen.observation, zero, no, no, seen.info), ~no)
+        return timestep
+
+    def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
+        """See `Env.step`."""
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action: Tree) -> None:
+        """See `EnvPool.send`."""
+        if self._sent:
+            raise RuntimeError(f"{self.spec.name}: recv() comes before the next send().")
+        self._batches.send(self._index, self._translated.native(action, self.num_envs))
+        self._sent = True
+
+    def recv(self) -> TimeStep:
+        """See `EnvPool.recv`."""
+        if not self._sent:
+            raise RuntimeError(f"{self.spec.name}: recv() comes after send().")
+        stepped = self._batches.recv(self._index)
+        self._sent = False
+        timestep, self._was_last = self._translated.timestep(stepped, self._was_last)
+        return timestep
+
+    def close(self) -> None:
+        """See `EnvPool.close`: that of all batches."""
+        self._batches.close()
+
+
+class _Translated:
+    """Between EnvPool's arrays and the contract, whatever batch they are of.
+
+    Args:
+      task: EnvPool's name.
+      spec: EnvPool's.
+      observation_space: of `spec`.
+      action_space: of `spec`.
+    """
+
+    def __init__(self, task: str, spec: Any, observation_space: Any, action_space: Any) -> None:
+        config = spec.config
         observation = spec_of(observation_space, f"{task}: observation_space")
         mask = (
             observation["action_mask"].shape if isinstance(observation, dict) and "action_mask" in observation else None
@@ -93,79 +226,40 @@ class EnvPool:
             observation["action_mask"] = Array((choices,), torch.bool)
         limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
         self.spec = EnvSpec(task, observation, action, limit, truncates_early=True)
-        self._players: _Players | None = None
+        self.players: _Players | None = None
         if config.max_num_players > 1:
-            self._players = _Players(self.spec, config.max_num_players, "info:current_player" in spec.state_array_spec)
-            self.spec = self._players.spec
+            self.players = _Players(self.spec, config.max_num_players, "info:current_player" in spec.state_array_spec)
+            self.spec = self.players.spec
         self._episodic_life: bool = getattr(config, "episodic_life", False)
 
-    def init(self, keys: Tensor) -> tuple[None, TimeStep]:
-        """See `Env.init`; a second call begins again, with a new pool."""
-        at_least(1, num_envs=keys.shape[0])
-        self.close()
-        seeds = (random.bits(keys, 1)[:, 0] >> 1).tolist()  # EnvPool takes int32
-        with _making(self.spec.name, {}):
-            pool = _envpool().make_gymnasium(self.spec.name, num_envs=len(seeds), seed=seeds, **self._options)
-            observation, info = pool.reset()
-        self._pool = pool
-        self._was_last = np.ones(len(seeds), bool)
-        reward = np.zeros(len(info["players"]["env_id"]))
-        return None, self._timestep(observation, info, reward, ~self._was_last, ~self._was_last)
+    def native(self, action: Tree, num_envs: int) -> Any:
+        """Actions as EnvPool takes them.
 
-    def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
-        """See `Env.step`."""
-        self.send(action)
-        return None, self.recv()
-
-    def send(self, action: Tree) -> None:
-        """Starts a step and returns at once: the C++ threads work until `recv`, while the caller does other things."""
-        if self._pool is None or self._sent:
-            raise RuntimeError(f"{self.spec.name}: init() comes before send(), and recv() before the next send().")
+        Raises:
+          ValueError: if they are not those of `num_envs` environments.
+        """
         # A check, because EnvPool would read past the end of a batch that is too short, and kill the process.
-        players = self._players
+        players = self.players
         given, spec = (action[PLAYER], self.spec.action[PLAYER]) if players else (action, self.spec.action)
-        expected = [*lead_of(self.spec, PLAYER, len(self._was_last)), *spec.shape]
+        expected = [*lead_of(self.spec, PLAYER, num_envs), *spec.shape]
         if list(given.shape) != expected:
             raise ValueError(f"{self.spec.name} takes actions of shape {expected}; these are {list(given.shape)}.")
-        self._pool.send(self._to_native((players.acting(given) if players else given).numpy()))
-        self._sent = True
+        return self._to_native((players.acting(given) if players else given).numpy())
 
-    def recv(self) -> TimeStep:
-        """Waits for the step that `send` started."""
-        if not self._sent:
-            raise RuntimeError(f"{self.spec.name}: recv() comes after send().")
-        observation, reward, terminated, truncated, info = self._pool.recv()
-        self._sent = False
-        raw_reward, game_over = info.get("reward"), None
+    def timestep(self, stepped: Stepped, reset: np.ndarray) -> tuple[TimeStep, np.ndarray]:
+        """Of what EnvPool said, and which episodes are over; `reset [b]`: which were over before."""
+        observation, reward, terminated, truncated, info = stepped
+        if self.players:
+            return self.players.timestep(observation, info, reset, reward, terminated, truncated)
+        game_over = None
         if "terminated" in info:
             over = info["terminated"] != 0
             game_over = truncated | over if self._episodic_life else None
             terminated = terminated | over
-        return self._timestep(observation, info, reward, terminated, truncated, raw_reward, game_over)
+        seen = self._observed(observation)
+        return host_timestep(seen, reset, reward, terminated, truncated, info.get("reward"), game_over)
 
-    def close(self) -> None:
-        """Lets go of the pool, which ends its threads."""
-        self._pool, self._sent = None, False
-
-    def limited(self, max_episode_steps: int) -> "EnvPool":
-        """See `torchpod.envs.transforms.time_limit`."""
-        return EnvPool(self.spec.name, **{**self._options, "max_episode_steps": max_episode_steps})
-
-    def repeated(self, num: int) -> "EnvPool":
-        """See `torchpod.envs.transforms.action_repeat`: `frame_skip` where EnvPool has it, times `num`."""
-        config = _envpool().make_spec(self.spec.name, **self._options).config
-        if "frame_skip" not in config._fields:
-            raise ValueError(f"{self.spec.name} has no frame_skip in EnvPool, so that its actions cannot be repeated.")
-        return EnvPool(self.spec.name, **{**self._options, "frame_skip": num * config.frame_skip})
-
-    def _timestep(self, observation: Any, info: Any, *outcome: Any) -> TimeStep:
-        if self._players:
-            timestep, self._was_last = self._players.timestep(observation, info, self._was_last, *outcome[:3])
-            return timestep
-        timestep, self._was_last = host_timestep(self._observation(observation), self._was_last, *outcome)
-        return timestep
-
-    def _observation(self, observation: Any) -> Tree:
+    def _observed(self, observation: Any) -> Tree:
         tensors = to_tensors(observation, self.spec.observation)
         if isinstance(tensors, dict) and "action_mask" in tensors:
             # Jumanji may allow nothing at LAST, where every action is ignored; a policy needs something to choose.
@@ -218,6 +312,10 @@ class _Players:
             mask = np.where(moves, info["legal_action_mask"][order][:, None], self._waiting)
             seen = {"observation": seen, "action_mask": torch.from_numpy(mask)}
         return grouped_timestep({PLAYER: seen}, reset, {PLAYER: reward[rows]}, terminated[order], truncated[order])
+
+
+def _side_by_side(timesteps: list[TimeStep]) -> TimeStep:
+    return timesteps[0] if len(timesteps) == 1 else pytree.tree_map(lambda *xs: torch.cat(xs), *timesteps)
 
 
 def _one_row_per_choice(mask: tuple[int, ...], space: Any) -> bool:

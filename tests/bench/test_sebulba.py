@@ -14,8 +14,11 @@ import argparse, json
 parser = argparse.ArgumentParser()
 for name in ("task", "mode"):
     parser.add_argument(f"--{name}")
-for name in ("num-envs", "iterations", "repeats", "threads", "pool-threads", "seed", "actors", "pools"):
+numbers = "num-envs", "iterations", "repeats", "threads", "pool-threads", "seed", "actors", "pools", "unroll-length"
+for name in numbers:
     parser.add_argument(f"--{name}", type=int)
+parser.add_argument("--share", action="store_true")
+parser.set_defaults(threads=1, pool_threads=1)
 a = parser.parse_args()
 # Two threads are worse for the plain loop and better for the others; more actors are faster.
 threads = a.pool_threads if a.mode == "env_only" else a.threads
@@ -36,7 +39,12 @@ def run(tmp_path, plain_parameters):
         (tmp_path / f"{name}.py").write_text(FAKE.replace("PARAMETERS", str(parameters)))
         commands.append((sys.executable, str(tmp_path / f"{name}.py")))
     status = sebulba.main(
-        str(tmp_path / "out.json"), cases={"x": Case("X-v0", 4, 1)}, rounds=2, ours=commands[0], plain=commands[1]
+        str(tmp_path / "out.json"),
+        cases={"x": Case("X-v0", 4, 1)},
+        paced={"x": Case("X-v0", 4, 1)},
+        rounds=2,
+        ours=commands[0],
+        plain=commands[1],
     )
     return status, json.loads((tmp_path / "out.json").read_text())
 
@@ -51,8 +59,9 @@ def test_every_side_is_compared_at_its_better_number_of_threads(tmp_path, monkey
     assert rows["ppo_x_2_actors_vs_sync/4"]["ratio"] == 600.0 / 200.0
     assert rows["act_x_1_actors_vs_plain/4"]["ratio"] == 400.0 / 100.0
     assert rows["act_x_2_pools_vs_sync/4"]["ratio"] == 200.0 / 200.0
+    assert rows["paced_x_2_actors/4"]["ratio"] == 300.0 / 100.0 and rows["paced_x_2_sharing_pools/4"]["ratio"] == 1.0
     assert rows["ppo_x_2_actors_vs_plain/4"]["repeats"] == [600.0, 600.0]
-    for side in ("1_actors", "2_actors", "2_pools", "sync", "plain"):
+    for side in ("1_actors", "2_actors", "2_pools", "2_sharing_pools", "sync", "plain"):
         assert rows[f"cpu_x_{side}/4"]["value"] == 1.0 / harness.hardware()["cores"]
 
 
@@ -80,7 +89,11 @@ def test_threads_are_chosen_in_halves_and_a_side_that_fails_once_has_failed(tmp_
         assert {at for _, side, at, _ in turns if side == "2_pools"} == {(1, 1), (2, 1)}
         assert isinstance(best := sides["sync"], list)
         assert [harness.rates(m) for m in best] == [[8.0], [8.01], [8.02]]
-        assert [side for _, side, *_ in turns[:5]] == ["sync", *sebulba.LAYOUTS, "plain"]  # side by side
+        assert [side for _, side, *_ in turns[: 2 + len(sebulba.LAYOUTS)]] == [
+            "sync",
+            *sebulba.LAYOUTS,
+            "plain",
+        ]  # side by side
         assert isinstance(sides["plain"], list if fails is None else harness.WorkerError)
 
 

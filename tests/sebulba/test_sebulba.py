@@ -245,6 +245,35 @@ def test_two_pools_of_one_actor_act_as_two_actors_do(seed, lag, make_env):
     assert_equal(ends[2], ends[0])
 
 
+@pytest.mark.parametrize(("num_actors", "static", "lag"), [(0, False, 0), (1, False, 1), (2, False, 2), (2, True, 1)])
+def test_pools_that_share_their_threads_act_as_pools_of_their_own(seed, num_actors, static, lag):
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    ends, env = [], EnvPool("CartPole-v1", num_threads=2, max_episode_steps=9)
+    for share in (False, True):
+        config = SebulbaConfig(num_actors, pools_per_actor=2, pools_share_threads=share, lag=lag)
+        sebulba = make(config, "impala", env, iterations=6, num_envs=12)
+        sebulba.static = static
+        assert len(sebulba.envs) == max(1, num_actors) * (1 if share else 2)
+        ends.append(run(sebulba, sebulba.init(seed)))
+    assert_equal(ends[1][0], ends[0][0])
+    for mine, theirs in zip(ends[1][1], ends[0][1], strict=True):
+        assert_equal(mine["loss"], theirs["loss"])
+
+
+@pytest.mark.parametrize("kind", ["one pool", "tensor", "subclass"])
+def test_pools_that_cannot_share_their_threads_are_refused(kind):
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+
+    class Logged(EnvPool):
+        def step(self, state, action, keys):
+            return super().step(state, action, keys)
+
+    env = CartPole() if kind == "tensor" else (Logged if kind == "subclass" else EnvPool)("CartPole-v1")
+    message = "several pools; raise loop.pools_per_actor=1" if kind == "one pool" else ".* is none, or has"
+    with pytest.raises(ValueError, match=f"loop.pools_share_threads=true is for .*{message}"):
+        make(SebulbaConfig(2, pools_per_actor=1 if kind == "one pool" else 2, pools_share_threads=True), env=env)
+
+
 class Apart:
     """Of one endless episode, stepped between `send` and `recv`; every observation is the number of the pool."""
 

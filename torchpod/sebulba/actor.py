@@ -44,9 +44,14 @@ def make_act(agent: Agent) -> Act:
     return act
 
 
-def splits(env: Env) -> bool:
-    """Whether the class that defines `step` also defines `send` and `recv`: another's `step` may do more than these."""
-    owners = [next((c for c in type(env).__mro__ if name in vars(c)), None) for name in ("step", "send", "recv")]
+def splits(env: Env, *names: str) -> bool:
+    """Whether the class that defines `step` also defines `send` and `recv`: another's `step` may do more than these.
+
+    Args:
+      env: the environment.
+      names: of further methods that it should define.
+    """
+    owners = [next((c for c in type(env).__mro__ if x in vars(c)), None) for x in ("step", "send", "recv", *names)]
     return None not in owners and len(set(owners)) == 1
 
 

@@ -30,7 +30,7 @@ from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.replay import ReplayConfig
 from torchpod.replay.learning import ReplayLearner
 from torchpod.rollout import Step, make_step, start
-from torchpod.sebulba.actor import Act, Actor, Pool, make_act
+from torchpod.sebulba.actor import Act, Actor, Pool, make_act, splits
 from torchpod.sebulba.exchange import Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, Static, hand_over, on, take
 from torchpod.types import Carry, Trajectory, Tree
@@ -45,6 +45,9 @@ class SebulbaConfig:
     """For each device on which the rank acts. 0: none, everything in turn in the main thread, for debugging."""
     pools_per_actor: int = 1
     """Parts of an actor's environments. With 2, one is stepped while the actor decides for the other."""
+    pools_share_threads: bool = False
+    """The pools of an actor are stepped by the same threads, as many as all of them would have, so that none stands
+    still while the actor decides for one: EnvPool's asynchronous mode, in a fixed order."""
     lag: int | Literal["free"] = 1
     """Unroll n is done with the parameters after n - lag updates, so that runs repeat to the bit; "free": with the
     newest there are."""
@@ -144,7 +147,7 @@ class Sebulba:
         self.actor_devices = [devices[k % len(devices)] for k in range(self.num_actors)]
         # Programs with their arguments in memory of their own, to be captured. On the CPU only tests want that.
         self.static = any(d.type == "cuda" for d in (self.device, *devices))
-        self.envs = [make_env() for _ in range(num_pools)]
+        self.envs = _environments(make_env, self.num_actors, config)
         self._workers: list[list[BaseProcess]] = [[] for _ in self.envs]  # processes that each has started
         self.learner = Learner(
             self.agent,
@@ -176,7 +179,7 @@ class Sebulba:
             self._advances = [compiled[self._actor_device(i)] for i in range(num_pools)]
         else:
             # A module whose parameters one thread has put in place must not be called by another.
-            own = [self._advance_of(copy.deepcopy(self.agent), env) for env in self.envs]
+            own = [self._advance_of(copy.deepcopy(self.agent), self.envs[0]) for _ in range(num_pools)]
             self._advances = [compiler(advance, fall_back=True) for advance in own]
 
     @property
@@ -223,11 +226,15 @@ class Sebulba:
 
     def actors(self, state: RunState) -> list[Actor]:
         """Actors that stand where the state says. Captures their programs, if they are to be."""
-        num, each, actors = len(self.envs), self.config.pools_per_actor, []
+        each, per_actor = self.config.pools_per_actor, len(self.envs) // self.num_actors
+        num, actors = self.num_actors * each, []
         variables = self.learner.acting(state.learner, state.iteration)
         for k, device in enumerate(self.actor_devices):
             phases, pools = Phases(self.envs[0].spec.name), []
-            for i in range(k * each, (k + 1) * each):
+            envs: list[Any] = self.envs[k * per_actor : (k + 1) * per_actor]
+            if per_actor < each:
+                envs = envs[0].batches
+            for i, env in enumerate(envs, k * each):
                 share = pytree.tree_map(
                     lambda x, i=i, device=device: (x.chunk(num)[i] if x.ndim else x).contiguous().to(device),
                     (state.carry, state.env_keys, state.actor_keys),
@@ -240,7 +247,6 @@ class Sebulba:
                         capture, args = device.type == "cuda", (own, *share)
                         advance = Static(advance, args, capture=capture, capturable=self.capturable)
                     port = None if self.restartable else Port(device)
-                env = self.envs[i]
                 if not self.config.num_actor_threads:  # the watchdog of the threads sleeps while the main thread steps
                     env = watched(env, "training", self.config.timeout_s)
                 pools.append(Pool(env, advance, env_keys, actor_keys, carry, phases, port))
@@ -252,7 +258,7 @@ class Sebulba:
                     device,
                     length=self.unroll_length,
                     refresh=self.config.refresh == "step",
-                    workers=[process for own in self._workers[k * each : (k + 1) * each] for process in own],
+                    workers=[x for own in self._workers[k * per_actor : (k + 1) * per_actor] for x in own],
                     timeout_s=self.config.timeout_s,
                 )
             )
@@ -325,6 +331,22 @@ class Sebulba:
             self._workers[i] = [process for process in multiprocessing.active_children() if process not in before]
         whole = side_by_side([carry._replace(env_state=()) for carry in carries])
         return pytree.tree_map(lambda x: x.to(self.device), whole)
+
+
+def _environments(make_env: Callable[[], Env], num_actors: int, config: SebulbaConfig) -> list[Env]:
+    """One per pool; or, where the pools of an actor share threads, one per actor, which has a batch per pool."""
+    num = config.pools_per_actor
+    if not config.pools_share_threads:
+        return [make_env() for _ in range(num_actors * num)]
+    if num == 1:
+        raise ValueError("loop.pools_share_threads=true is for several pools; raise loop.pools_per_actor=1.")
+    envs: list[Any] = [make_env() for _ in range(num_actors)]
+    if not splits(envs[0], "in_batches"):
+        raise ValueError(
+            f"loop.pools_share_threads=true is for EnvPool's environments, and {envs[0].spec.name} is none, or has "
+            "something wrapped around it; leave it out."
+        )
+    return [env.in_batches(num) for env in envs]
 
 
 def merge(items: list[Item], device: torch.device) -> Trajectory:

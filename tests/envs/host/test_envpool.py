@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -107,6 +108,11 @@ def play(env, num_envs, num_steps, *, seed=0):
     for i in range(num_steps):
         seen.append(env.step(None, draw(num_envs, env.spec.action.num_values, i, seed), keys(num_envs))[1])
     return seen
+
+
+def pool_of(env):
+    """EnvPool's own object."""
+    return env.batches[0]._batches._pool
 
 
 def column(timesteps, pick):
@@ -228,14 +234,15 @@ def test_options_reach_envpool():
 def test_observations_are_not_copied_and_stay_valid(task, monkeypatch):
     env = EnvPool(task)
     env.init(keys(2))
-    recv, given = env._pool.recv, []
+    pool = pool_of(env)
+    recv, given = pool.recv, []
 
     def spy():
         output = recv()
         given.append(output[0].ctypes.data)
         return output
 
-    monkeypatch.setattr(env._pool, "recv", spy)
+    monkeypatch.setattr(pool, "recv", spy)
     held = [env.step(None, draw(2, 2, i), keys(2))[1].observation for i in range(20)]
     copies = [x.clone() for x in held]
     assert [x.data_ptr() for x in held] == given
@@ -334,10 +341,58 @@ def test_two_pools_in_turns_are_the_same_as_each_alone():
             pool.send(draw(3, 2, step, i))
 
 
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5", "Pendulum-v1", "Tetris-v0"])
+@pytest.mark.parametrize("num", [2, 3])
+def test_batches_of_one_pool_are_the_same_as_pools_of_their_own(task, num, seed):
+    """Whatever order they are sent in, and whichever environments EnvPool has done first."""
+    alone, whole, order = EnvPool(task), EnvPool(task, num_threads=2).in_batches(num), np.random.default_rng(seed)
+    assert whole.in_batches(1).batches == []
+    _, expected = alone.init(keys(3 * num, seed))
+    _, first = whole.init(keys(3 * num, seed))
+    pytree.tree_map(partial(torch.testing.assert_close, rtol=0, atol=0), first, expected)
+    batches = whole.batches
+    for step in range(60):
+        action = random_action(alone.spec, expected.observation, random.at(keys(3 * num, seed), step))
+        _, expected = alone.step(None, action, keys(3 * num))
+        for i in order.permutation(num):
+            batches[i].send(action[3 * i : 3 * i + 3])
+        for i in order.permutation(num):
+            wanted = pytree.tree_map(lambda x, i=i: x[3 * i : 3 * i + 3], expected)
+            pytree.tree_map(partial(torch.testing.assert_close, rtol=0, atol=0), batches[i].recv(), wanted)
+    for env in (alone, whole):
+        env.close()
+    with pytest.raises(RuntimeError, match="init"):
+        whole.send(action)
+
+
+def test_batches_keep_the_contract():
+    env = EnvPool("CartPole-v1", num_threads=2).in_batches(2)
+    check_env(env, num_envs=4)
+    with pytest.raises(ValueError, match="CartPole-v1: 3 environments are not 2 batches; use a multiple"):
+        env.init(keys(3))
+    env.init(keys(4))
+    batch = env.batches[1]
+    with pytest.raises(RuntimeError, match="recv\\(\\) comes after send"):
+        batch.recv()
+    with pytest.raises(ValueError, match=r"CartPole-v1 takes actions of shape \[2\]; these are \[4\]"):
+        batch.send(torch.zeros(4, dtype=torch.int64))
+    batch.send(torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="recv\\(\\) comes before the next send"):
+        batch.send(torch.zeros(2, dtype=torch.int64))
+    assert batch.recv().step_type.tolist() == [MID, MID]
+    with pytest.raises(ValueError, match="is a game of several players, and .* leave out loop.pools_share_threads"):
+        EnvPool(next(iter(MANY_PLAYERS))).in_batches(2)
+
+
 def test_actions_out_of_bounds_are_clipped():
     env = EnvPool("Pendulum-v1")
     assert env.spec.action == Box((1,), -2.0, 2.0)
-    assert env._to_native(np.array([[-50.0], [-2.0], [0.5], [50.0]], np.float32)).tolist() == [[-2], [-2], [0.5], [2]]
+    assert env._translated._to_native(np.array([[-50.0], [-2.0], [0.5], [50.0]], np.float32)).tolist() == [
+        [-2],
+        [-2],
+        [0.5],
+        [2],
+    ]
 
 
 def test_bounds_that_differ_are_scaled():
@@ -346,35 +401,36 @@ def test_bounds_that_differ_are_scaled():
     assert env.spec.action == Box((3,), -1.0, 1.0)
     actions = np.array([[-1, -1, -1], [0, 0, 0], [1, 0.5, 1], [-7, 7, 7]], np.float32)
     expected = [[-1, 0, 0], [0, 0.5, 0.5], [1, 0.75, 1], [-1, 1, 1]]
-    assert env._to_native(actions).tolist() == expected
+    assert env._translated._to_native(actions).tolist() == expected
 
 
 def test_several_integers_become_one_number():
     env = EnvPool("Tetris-v0")  # 4 rotations, 10 columns
     assert env.spec.action == Discrete(40)
     assert env.spec.observation["action_mask"] == Array((40,), torch.bool)
-    assert env._to_native(np.array([0, 9, 10, 39])).tolist() == [[0, 0], [0, 9], [1, 0], [3, 9]]
+    assert env._translated._to_native(np.array([0, 9, 10, 39])).tolist() == [[0, 0], [0, 9], [1, 0], [3, 9]]
 
 
 def test_integers_that_have_a_mask_each_stay_apart():
     env = EnvPool("Cleaner-v0")  # 3 cleaners, 4 directions
     assert env.spec.action == MultiDiscrete((4, 4, 4))
     assert env.spec.observation["action_mask"] == Array((12,), torch.bool)
-    assert env._to_native(np.array([[0, 3, 1]])).tolist() == [[0, 3, 1]]
+    assert env._translated._to_native(np.array([[0, 3, 1]])).tolist() == [[0, 3, 1]]
 
 
 @pytest.mark.parametrize("name", ["BinPack-v2", "Cleaner-v0", "FlatPack-v0", "Minesweeper-v0", "Tetris-v0"])
 def test_masks_are_those_of_envpool_in_the_order_of_the_actions(name, seed, monkeypatch):
     env = EnvPool(name)
     _, timestep = env.init(keys(3, seed))
-    recv, given, unequal = env._pool.recv, [], 0
+    pool = pool_of(env)
+    recv, given, unequal = pool.recv, [], 0
 
     def spy():
         output = recv()
         given.append(output[0]["action_mask"].astype(bool))
         return output
 
-    monkeypatch.setattr(env._pool, "recv", spy)
+    monkeypatch.setattr(pool, "recv", spy)
     for step in range(20):
         action = random_action(env.spec, timestep.observation, random.at(keys(3, seed), step))
         _, timestep = env.step(None, action, keys(3))
@@ -385,7 +441,7 @@ def test_masks_are_those_of_envpool_in_the_order_of_the_actions(name, seed, monk
         unequal += (raw.reshape(3, -1) != np.moveaxis(raw, 1, -1).reshape(3, -1)).any()
     assert unequal, "these masks would show no order"
     if name != "Cleaner-v0":  # entry i of the mask is of action i
-        native = env._to_native(np.arange(env.spec.action.num_values))
+        native = env._translated._to_native(np.arange(env.spec.action.num_values))
         np.testing.assert_array_equal(native, np.argwhere(np.ones(given[-1].shape[1:])))
 
 
@@ -459,6 +515,6 @@ def test_steps_in_the_wrong_order_or_shape_are_refused():
     with pytest.raises(ValueError, match=r"CartPole-v1 takes actions of shape \[2\]; these are \[3\]"):
         env.send(torch.zeros(3, dtype=torch.int64))
     env.send(action)
-    with pytest.raises(RuntimeError, match="recv\\(\\) before the next send"):
+    with pytest.raises(RuntimeError, match="recv\\(\\) comes before the next send"):
         env.send(action)
     assert env.recv().step_type.tolist() == [MID, MID]

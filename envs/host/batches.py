@@ -1,0 +1,76 @@
+"""Batches of environments that share EnvPool's threads: its asynchronous mode, in an order that does not change."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils import _pytree as pytree
+
+_TOLD = ("reward", "terminated")
+"""What a step says in its `info` that anybody here reads."""
+
+
+class Stepped(NamedTuple):
+    """What EnvPool says of one step of a batch, `[b, ...]`."""
+
+    observation: Any
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    info: dict[str, Any]
+
+
+class Batches:
+    """A pool of EnvPool's whose environments are stepped in `num` batches of neighbours, each when it is sent.
+
+    In asynchronous mode EnvPool hands over whichever environments are done first. Here they are put where they belong:
+    a batch has the same environments in the same order in every step, so that what is decided for them does not depend
+    on how fast threads are, while all threads work on whatever has been sent.
+
+    Args:
+      pool: made with `batch_size = num_envs / num`, and reset; with one batch its steps are handed through.
+      num_envs: of the pool.
+      num: batches.
+    """
+
+    def __init__(self, pool: Any, num_envs: int, num: int) -> None:
+        self._pool: Any = pool
+        self._num, self.size = num, num_envs // num
+        self._ids = np.arange(num_envs, dtype=np.int32).reshape(num, self.size)
+        self._missing = [self.size] * num  # environments of each that are still to come
+        self._leaves: list[list[np.ndarray]] = [[] for _ in range(num)]
+        self._spec: Any = None
+
+    def send(self, batch: int, action: Any) -> None:
+        """Starts a step of one batch, whose last step has been received."""
+        if self._num == 1:
+            self._pool.send(action)
+        else:
+            self._missing[batch] = self.size
+            self._pool.send(action, self._ids[batch])
+
+    def recv(self, batch: int) -> Stepped:
+        """Waits for the step of one batch; the arrays are new ones."""
+        if self._num == 1:
+            return Stepped(*self._pool.recv())
+        while self._missing[batch]:
+            self._receive()
+        leaves, self._leaves[batch] = self._leaves[batch], []
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def close(self) -> None:
+        """Lets go of the pool."""
+        self._pool = None
+
+    def _receive(self) -> None:
+        """As many environments as a batch has, of any batches that were sent."""
+        stepped = Stepped(*self._pool.recv())
+        info = stepped.info
+        leaves, self._spec = pytree.tree_flatten(stepped._replace(info={k: info[k] for k in _TOLD if k in info}))
+        which, row = np.divmod(info["env_id"], self.size)
+        for batch in np.flatnonzero(np.bincount(which, minlength=self._num)):
+            mine = np.flatnonzero(which == batch)
+            if not self._leaves[batch]:
+                self._leaves[batch] = [np.empty_like(x) for x in leaves]
+            for to, x in zip(self._leaves[batch], leaves, strict=True):
+                to[row[mine]] = x[mine]
+            self._missing[batch] -= len(mine)
