@@ -30,13 +30,13 @@ _FOUR = (
 _POPULATION = (
     "the networks' operators, which at the speed of the core's matrix products take 1.3 of the 1.7 ms of a minibatch, "
     "Adam 0.3 (EPYC 25-17); tried: weights as they are for 4 rows each, moments in one vector with aligned rows "
-    "(docs/design.md, section 4)"
+    "(docs/design.md, section 4, also for what the peer was tried with)"
 )
 _HOST = (
     "the host: the GPU idles 0.9 of the time; an actor takes 1.7 ms per step of a pool, in which the pool's threads "
     "have nothing to do; tried: more threads and pools, waits that block, streams of high priority; since then pools "
-    "can share threads, which on a CPU with such pauses left 0.93 of EnvPool's steps, not 0.76 (docs/design.md, section "
-    "5)"
+    "can share threads, which on a CPU with such pauses left 0.93 of EnvPool's steps, not 0.76 (docs/design.md, "
+    "section 5)"
 )
 _LAUNCHES = (
     "launches with few environments, networks with many; tried: networks that share launches, unrolls of up to 4096 "

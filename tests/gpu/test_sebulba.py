@@ -19,9 +19,10 @@ from torchpod.compile import Compiler
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
+from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
-from torchpod.sebulba import Sebulba, SebulbaConfig, train
+from torchpod.sebulba import Sebulba, SebulbaConfig, train, transfer
 from torchpod.sebulba.program import Program
 from torchpod.specs import Array
 
@@ -119,6 +120,34 @@ def test_compiled_actors_and_learner_do_what_uncompiled_ones_do(agent):
 def test_captured_actors_and_learner_do_what_uncompiled_ones_do_on_the_cpu(agent, host, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     require_the_same_update(agent, host, device="cuda")
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize(("agent", "expected"), [("clip_ppo_loss", 2), ("reading_loss", 1), ("reading_actor", 0)])
+def test_what_falls_back_is_left_out_of_the_captures_and_does_the_same(agent, expected, monkeypatch):
+    """On the CPU, where a stand-in asks and warms up as `Replay` does for a GPU, and counts what it would capture."""
+    captured = []
+
+    class StandIn(Replay):
+        def __init__(self, fn, state, *, capture, capturable):
+            super().__init__(fn, state, capture=capture)
+            for _ in range(2):
+                fn(pytree.tree_map(torch.clone, self.state))
+            if capturable():
+                captured.append(fn)
+
+    monkeypatch.setattr(transfer, "Replay", StandIn)
+    ends, config = [], SebulbaConfig(num_actor_threads=1, lag=0)
+    for static in (False, True):
+        sebulba = make(agent, config, compiled=True, iterations=2, device="cpu")
+        sebulba.static = static
+        state = sebulba.init(0)
+        for _, program in train(sebulba, state):
+            state = program.state
+        ends.append(state.learner.params)
+    assert sebulba.compiler.fell_back == (agent in FALL_BACK) and len(captured) == expected
+    for name, x in ends[0].items():
+        torch.testing.assert_close(ends[1][name], x, rtol=0, atol=0)
 
 
 def require_two_equal_runs(agent, **how):
