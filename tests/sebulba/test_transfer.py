@@ -1,5 +1,7 @@
 """Copies between host and devices, and which devices a rank has."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +25,24 @@ def test_what_was_uploaded_stays_while_the_staging_memory_is_used_again():
     for x, y in zip(sent, there, strict=True):
         assert_equal(x, y)
         assert x["a"].data_ptr() != y["a"].data_ptr()
+
+
+def test_a_tree_is_uploaded_as_one_copy_whatever_its_types_and_sizes():
+    sent = tree() | {
+        "empty": torch.rand(0, 3),
+        "one": torch.tensor(7),
+        "transposed": torch.rand(3, 5, dtype=torch.float64).T,
+        "repeated": torch.rand(4, 1).expand(4, 6),
+    }
+    port = Port(CPU)
+    for _ in range(2):
+        there = port.upload(sent)
+        assert_equal(there, sent)
+        leaves = pytree.tree_leaves(there)
+        assert len({x.untyped_storage().data_ptr() for x in leaves}) == 1
+        spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in leaves)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert all(x.storage_offset() * x.element_size() % 256 == 0 for x in leaves)
 
 
 def test_an_image_with_its_channels_moved_is_uploaded_as_it_lies_in_memory():

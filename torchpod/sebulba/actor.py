@@ -117,7 +117,12 @@ class Pool:
             timestep = self._port.upload(timestep)
         self._phases.enter("inference")
         # An image may be a view whose channels lie elsewhere in memory; programs are compiled for one order.
-        timestep = timestep._replace(observation=pytree.tree_map(Tensor.contiguous, timestep.observation))
+        seen = timestep.observation
+        if isinstance(seen, Tensor):  # for which pytree takes as long as an operation does
+            seen = seen.contiguous()
+        else:
+            seen = pytree.tree_map(Tensor.contiguous, seen)
+        timestep = timestep._replace(observation=seen)
         self.carry = Carry((), timestep, actor_state, count)
         return self.carry, output
 

@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod.graph import Replay
-from torchpod.trees import reader
+from torchpod.trees import reader, writer
 from torchpod.types import Tree
+
+_ALIGNED = 256
+"""Bytes at a multiple of which a tensor begins, as in memory of its own."""
 
 
 class Handed(NamedTuple):
@@ -58,8 +61,8 @@ class Port:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._up: Tree = None
-        self._down: Tree = None
+        self._up: _Pinned | None = None
+        self._down: _Pinned | None = None
 
     def upload(self, tree: Tree) -> Tree:
         """Starts a copy to the device, of the same strides.
@@ -67,22 +70,42 @@ class Port:
         The last `upload` must be over: a `download` of what came after it says so.
         """
         if self._up is None:
-            self._up = self._pinned(tree)
-        pytree.tree_map(Tensor.copy_, self._up, tree)
-        return pytree.tree_map(lambda x: torch.empty_like(x, device=self._device).copy_(x, non_blocking=True), self._up)
+            self._up = _Pinned(tree, self._device)
+        self._up.fill(tree)
+        there = torch.empty_like(self._up.memory, device=self._device).copy_(self._up.memory, non_blocking=True)
+        return self._up.tree(self._up.leaves_in(there))
 
     def download(self, tree: Tree) -> Tree:
         """A copy on the host, valid until the next; waits for everything before it on the current stream."""
         if self._down is None:
-            self._down = self._pinned(tree)
-        pytree.tree_map(lambda to, x: to.copy_(x, non_blocking=True), self._down, tree)
+            self._down = _Pinned(tree, self._device)
+        self._down.fill(tree)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return self._down
+        return self._down.tree(self._down.leaves)
 
-    def _pinned(self, tree: Tree) -> Tree:
-        pin = self._device.type == "cuda"
-        return pytree.tree_map(lambda x: torch.empty_like(x, device="cpu", pin_memory=pin), tree)
+
+class _Pinned:
+    """One piece of memory of the host for trees like one, pinned if the other side is a GPU."""
+
+    def __init__(self, example: Tree, device: torch.device) -> None:
+        self._read, self.tree, self._places, end = reader(example), writer(example), [], 0
+        for x in self._read(example):
+            dense = torch.empty_like(x, device="meta")
+            self._places.append((x.dtype, x.shape, dense.stride(), end // x.element_size()))
+            end = -(-(end + dense.nbytes) // _ALIGNED) * _ALIGNED
+        self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.leaves = self.leaves_in(self.memory)
+
+    def leaves_in(self, memory: Tensor) -> list[Tensor]:
+        """The tensors of a tree whose bytes these are."""
+        typed = {dtype: memory.view(dtype) for dtype, *_ in self._places}
+        return [typed[dtype].as_strided(shape, stride, begin) for dtype, shape, stride, begin in self._places]
+
+    def fill(self, tree: Tree) -> None:
+        """Starts a copy of a tree."""
+        for to, x in zip(self.leaves, self._read(tree), strict=True):
+            to.copy_(x, non_blocking=True)
 
 
 class Static:
@@ -109,6 +132,7 @@ class Static:
         self._leaves = reader(args)  # by their names, for an update may hand on dicts in another order
         self._own = self._leaves(self._replay.state)
         self._given: tuple[Tensor | None, ...] = (None,) * len(self._own)
+        self._result: tuple[Any, Any] | None = None
 
     def __call__(self, *args: Tree) -> Tree:
         """The same as `fn`. An argument that is the tensor of the last call is taken to be as it was."""
@@ -117,7 +141,11 @@ class Static:
             if x is not before:
                 to.copy_(x, non_blocking=True)
         self._given = given
-        return pytree.tree_map(torch.clone, self._replay())
+        result = self._replay()
+        if self._result is None:
+            self._result = reader(result), writer(result)
+        read, write = self._result
+        return write([x.clone() for x in read(result)])
 
 
 def on(device: torch.device) -> Any:
