@@ -19,6 +19,9 @@ from torchpod.nets.nets import STATE
 from torchpod.specs import EnvSpec
 from torchpod.types import FIRST, ActorOutput, Batch, TimeStep, Trajectory, Tree
 
+_SAID = {"action_log_prob": "`dist.log_prob(action)`", "state_value": "what the critic says of the observation"}
+"""What `act` puts into its extras for `prepare`."""
+
 
 @dataclass(frozen=True)
 class ActorCriticConfig:
@@ -136,6 +139,18 @@ class ActorCritic(Agent):
         if self.return_moments is not None:
             seen["return_moments"] = trajectory.output.extras["discounted_return"]
         return seen
+
+    def _said(self, name: str, trajectory: Trajectory) -> Tensor:
+        """What `act` has said of every step, `extras[name]` `[T, B]`; an `act` of one's own may have forgotten it."""
+        extras, (length, size) = trajectory.output.extras, trajectory.timestep.step_type.shape
+        x = extras.get(name)
+        if isinstance(x, Tensor) and x.shape == (length - 1, size):
+            return x
+        found = f"it has shape {list(x.shape)}" if isinstance(x, Tensor) else f"act returned only {sorted(extras)}"
+        raise ValueError(
+            f"{type(self).__name__} needs extras[{name!r}] of shape [T, B], here [{length - 1}, {size}], and {found}; "
+            f"let act put {_SAID[name]} there, [B], one number per row."
+        )
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Policy output `[..., A]` and value `[...]` of a batch: those of the rollout if it is reused, or new ones."""

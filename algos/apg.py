@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
+from torchpod.algos.unfit import instead
 from torchpod.nets import Encoder, orthogonal
 from torchpod.ops.returns import discounted_sum
 from torchpod.specs import Box, EnvSpec
@@ -40,7 +41,8 @@ class APG(Agent):
         super().__init__()
         if not isinstance(spec.action, Box):
             raise ValueError(
-                f"{type(self).__name__} needs one Box action, which has gradients, and {spec.name} has {spec.action}."
+                f"{type(self).__name__} needs one Box action, which has gradients, and {spec.name} has {spec.action}; "
+                f"{instead(spec)}."
             )
         self.action_spec = spec.action
         self.hyperparameter("discount", config.discount)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
+from torchpod.algos.unfit import has_bounds, instead
 from torchpod.nets import Encoder, orthogonal
 from torchpod.replay import transitions
 from torchpod.specs import Box, EnvSpec
@@ -150,6 +151,6 @@ def box_range(agent: str, spec: EnvSpec) -> tuple[float, float]:
       ValueError: if the actions are not in a box with bounds.
     """
     box = spec.action
-    if not (isinstance(box, Box) and math.isfinite(box.low) and math.isfinite(box.high) and box.low < box.high):
-        raise ValueError(f"{agent} needs a Box action with bounds, and {spec.name} has {box}.")
+    if not has_bounds(box):
+        raise ValueError(f"{agent} needs a Box action with bounds, and {spec.name} has {box}; {instead(spec)}.")
     return (box.high + box.low) / 2, (box.high - box.low) / 2

@@ -46,7 +46,7 @@ class IMPALA(ActorCritic):
         policy, value = self._current(trajectory)
         log_prob, _ = self.head.log_prob(policy, out.action)
         target, advantage = vtrace(
-            log_prob - out.extras["action_log_prob"],
+            log_prob - self._said("action_log_prob", trajectory),
             self._reward(t.reward[1:]),
             t.discount[1:] * self.discount,
             t.step_type[1:] == LAST,

@@ -171,6 +171,7 @@ class Policies(Agent):
         actor_state, report = {}, {}
         for name, agent in self._agents(trained=True):
             members = self._members[name]
+            self._check_said(name, out.extras, (*t.step_type[1:].shape, members.size))
             rows = Trajectory(
                 self._rows(t, members, 1),
                 ActorOutput(_flat(members.of(out.action, 2), 1), _flat(out.extras[name], 1)),
@@ -216,6 +217,22 @@ class Policies(Agent):
                 own = {k: (x[0], x[1] * alive) if isinstance(x, tuple) else (x, alive) for k, x in own.items()}
             seen |= {f"policies.{name}.{k}": x for k, x in own.items()}
         return seen
+
+    def _check_said(self, name: str, extras: dict[str, Tree], lead: tuple[int, ...]) -> None:
+        """That what `act` says of the agents of a policy, besides actions, is `[T, B, N, ...]`."""
+        kind = type(self).__name__
+        if not isinstance(extras.get(name), dict):
+            raise ValueError(
+                f"{kind} needs extras[{name!r}], a dict of what policy {name} says, and act returned only "
+                f"{sorted(extras)}; let act return extras by policy."
+            )
+        for path, x in pytree.tree_flatten_with_path(extras[name])[0]:
+            if x.shape[:3] != lead:
+                raise ValueError(
+                    f"{kind} needs extras[{name!r}]{pytree.keystr(path)} of shape [T, B, N, ...], here "
+                    f"{list(lead)}, and it has shape {list(x.shape)}; let act give each agent of policy {name} its "
+                    "own, [B, N, ...]."
+                )
 
     def _alive(self, timestep: TimeStep, members: Members) -> Tensor:
         """Who decides for himself, `[T, B, N]` bool of timesteps `[T + 1, B]`."""

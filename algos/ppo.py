@@ -45,7 +45,7 @@ class PPO(ActorCritic):
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """Advantages and value targets; resets get weight 0."""
         t, out = trajectory.timestep, trajectory.output
-        v_tm1 = out.extras["state_value"]  # [T, B]
+        v_tm1 = self._said("state_value", trajectory)  # [T, B]
         v_t = torch.cat([v_tm1[1:], self._bootstrap(trajectory)[None]])
         reward, discount = self._reward(t.reward[1:]), t.discount[1:] * self.discount
         advantage = gae(reward, discount, t.step_type[1:] == LAST, v_tm1, v_t, lambda_=self.gae_lambda)
@@ -53,7 +53,7 @@ class PPO(ActorCritic):
             "observation": pytree.tree_map(lambda x: x[:-1], t.observation),
             "first": t.step_type[:-1] == FIRST,
             "action": out.action,
-            "action_log_prob": out.extras["action_log_prob"],
+            "action_log_prob": self._said("action_log_prob", trajectory),
             "state_value": v_tm1,
             "advantage": advantage,
             "value_target": advantage + v_tm1,

@@ -25,7 +25,7 @@ from typing import Any, NotRequired, TypedDict, cast
 import torch
 
 from torchpod.bench.targets import missed
-from torchpod.config import nearest
+from torchpod.config import ConfigError, nearest
 from torchpod.run_folder import commit, cpu, versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +44,7 @@ LEARNED = 2.0
 # A worker that got less of its core than this was not alone on it.
 QUIET_CPU_SHARE = 0.95
 
+NO_TASKSET = "there is no `taskset` on the PATH; install util-linux"
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 EQUAL_WORK = (
     "mode",
@@ -283,9 +284,11 @@ def output_of(
       timeout_s: how long it may take.
 
     Raises:
-      WorkerError: if it cannot be started, fails or takes longer.
+      WorkerError: if it cannot be pinned or started, fails or takes longer.
     """
-    if core is not None and shutil.which("taskset") is not None:
+    if core is not None:
+        if shutil.which("taskset") is None:
+            raise WorkerError(f"{name} cannot be pinned to core {core}: {NO_TASKSET}")
         command = ["taskset", "-c", str(core) if isinstance(core, int) else ",".join(map(str, core)), *command]
     try:
         done = subprocess.run(
@@ -559,7 +562,13 @@ def below_figures(rows: Sequence[Row], figures: Figures, calibration: Mapping[st
 
 
 def last_core() -> int | None:
-    """The core that both sides are pinned to; None where there is no such thing."""
+    """The core that both sides are pinned to; None where there is no such thing.
+
+    Raises:
+      ConfigError: if there is, and nothing that pins.
+    """
+    if hasattr(os, "sched_getaffinity") and shutil.which("taskset") is None:
+        raise ConfigError(f"the sides of a benchmark cannot be pinned to a core: {NO_TASKSET}.")
     return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 

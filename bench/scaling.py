@@ -51,6 +51,8 @@ ASSUMED = {
     "one 400 Gbit/s link per device": Network(5e-6, 50e9),
 }
 """Round numbers of data sheets, not measured."""
+UNROLL_KERNEL = "2026-11-26T22:40"
+"""Since when an unroll of CartPole with up to 4096 environments is one kernel on a GPU."""
 
 
 def main(
@@ -224,7 +226,7 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
     lines += [
         "",
         f"The model is off most with {k} ranks and {n:,} bytes: {measured:,.0f} us measured, {model:,.0f} by the model,"
-        f" {measured / model:.1f} x{why}.",
+        f" {measured / model:.1f} x{why}. {_nearest(two['alone'], few, size, network)}",
         "",
         *_prediction(one, two, gpu, machine, backend),
     ]
@@ -240,6 +242,15 @@ def _sums(own: Mapping[str, Any]) -> str:
         f" ({config.num_epochs} epochs x {config.num_minibatches} minibatches), which are nearly all of the bytes,"
         f" {config.num_epochs} of the advantages' moments and {num_sums - updates - config.num_epochs} of metrics and"
         " episodes"
+    )
+
+
+def _nearest(alone: Mapping[str, float], ranks: int, size: float, network: Network) -> str:
+    """What the model is off by where it is used: at the measured sum that is nearest to those of an iteration."""
+    n = min(map(int, alone), key=lambda n: abs(n - size))
+    return (
+        f"A sum of an iteration has {size / 1e3:,.0f} kB in the mean, and {n:,} bytes were measured: with {ranks} ranks"
+        f" {1e6 * alone[str(n)]:,.0f} us, where the model says {1e6 * network.sum_s(ranks, n):,.0f}."
     )
 
 
@@ -266,6 +277,12 @@ def _prediction(
             shares = (t / (t + num_sums * assumed.sum_s(k, num_bytes / num_sums)) for k in PREDICTED)
             cells = (name, device, f"{num_envs:,}", f"{1e3 * t:,.2f} ms", *(f"{share:.1%}" for share in shares))
             lines.append(f"| {' | '.join(cells)} |")
+    if gpu is not None and gpu["date"] < UNROLL_KERNEL:
+        lines += [
+            "",
+            "t of few environments on a GPU was measured before an unroll of up to 4096 became one kernel: 1,024 on an"
+            " H200 take 2.06 ms since, by hand (docs/design.md, section 4), and the shares of a shorter t are smaller.",
+        ]
     return [
         *lines,
         "",

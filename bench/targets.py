@@ -39,16 +39,25 @@ _HOST = (
     "section 5)"
 )
 _LAUNCHES = (
-    "launches with few environments, networks with many; tried: networks that share launches, unrolls of up to 4096 "
-    "environments as one kernel, both after the run on an H100 (docs/design.md, section 4)"
+    "launches with few environments, networks with many; tried, after the run on an H100: networks that share "
+    "launches, with which an iteration on it takes, by hand, {} of JAX in that run; unrolls of up to 4096 environments "
+    "as one kernel, measured on an H200 alone (docs/design.md, section 4)"
 )
+_GPU = {
+    "cartpole": _LAUNCHES.format("2.80 ms with 1024 environments, which is 2.8 x the rate"),
+    "pendulum": _LAUNCHES.format("4.4 ms with 4096 environments, which is 3.1 x the rate"),
+    "minatar_breakout": "networks, 7 of the 12 ms of an iteration with 4096 environments on an H200, and dealing its "
+    "rows, 2.4 ms there; launches, at 1 us each (assumed), are 1.85 of 9.1 ms with 1024 on an H100; tried, after the "
+    "run on that: networks that share launches; the unroll cannot be one kernel, for a row of 400 numbers has no room "
+    "in registers (docs/design.md, section 4)",
+}
 _COMPILE = Target(ratio=3.0)
 _WARM = Target(
     seconds=5.0,
-    bound="bounded by Python: on an Intel Xeon half of a start from a full cache is tracing, a quarter imports, a "
-    "quarter inductor's passes and look-ups; an EPYC 25-1 has 0.64 of the speed of one of 25-17, and was not profiled; "
-    "tried: garbage collections and searches left out (quicker.py), no iteration that is thrown away (docs/design.md, "
-    "section 4)",
+    bound="on an EPYC 25-1, whose core has 0.64 to 0.78, by run, of the speed of one of 25-17, a start from a full "
+    "cache was not profiled, so that what bounds it there is not measured; on an Intel Xeon it is Python: half is "
+    "tracing, a quarter imports, a quarter inductor's passes and look-ups; tried: garbage collections and searches "
+    "left out (quicker.py), no iteration that is thrown away (docs/design.md, section 4)",
 )
 
 
@@ -77,7 +86,7 @@ TARGETS: Mapping[str, Mapping[str, Target]] = {
         ("population_ppo_cartpole/64x4", 1.0, 294_000, _POPULATION),
     ),
     "gpu": {
-        f"ppo_{env}/{num_envs}": Target(ratio=ratio, bound=_LAUNCHES)
+        f"ppo_{env}/{num_envs}": Target(ratio=ratio, bound=_GPU[env])
         for env in ("cartpole", "pendulum", "minatar_breakout")
         for num_envs, ratio in ((1024, 2.0), (4096, 2.0), (65_536, 1.2))
     }

@@ -48,6 +48,7 @@ class Compiler:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
         self._made: weakref.WeakSet[Compiled] = weakref.WeakSet()  # an evaluation's programs go when it is over
+        self._told: set[str] = set()
 
     def __call__(
         self, fn: Callable[..., Any], *, compilations: int | None = None, fall_back: bool = False
@@ -64,7 +65,8 @@ class Compiler:
         if not self.enabled:
             return as_it_is
         mapped = fn if self.population == 1 else torch.vmap(fn)
-        compiled = Compiled(mapped, fn.__qualname__, limit, fallback=as_it_is if fall_back else None)
+        fallback = as_it_is if fall_back else None
+        compiled = Compiled(mapped, fn.__qualname__, limit, fallback=fallback, told=self._told)
         self._made.add(compiled)
         return compiled
 

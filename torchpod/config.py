@@ -438,8 +438,9 @@ def _check_override(override: str, base: Sequence[str]) -> None:
     if key in GROUPS:
         if not _known(override):
             value = override.partition("=")[2]
-            file = f" A class of your own is {key}=path/to/file.py:Class." if key in ("algo", "env") else ""
-            raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{file}")
+            more = f" A class of your own is {key}=path/to/file.py:Class." if key in ("algo", "env") else ""
+            more = " `torchpod list losses` says which losses there are, and why not others." if key == "loss" else more
+            raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{more}")
     elif not override.startswith("+") and key.startswith("members."):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif key.removeprefix("loop.") in _SEBULBA and key not in base:

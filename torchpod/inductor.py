@@ -88,10 +88,17 @@ class Compiled:
       name: in errors.
       limit: input signatures.
       fallback: what to call, after a warning, if the function cannot be traced; None: raise.
+      told: of which lines other functions have already warned; more of the same are not said again.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], name: str, limit: int, *, fallback: Callable[..., Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        limit: int,
+        *,
+        fallback: Callable[..., Any] | None = None,
+        told: set[str] | None = None,
     ) -> None:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             from torch._inductor.compile_fx import compile_fx
@@ -111,6 +118,7 @@ class Compiled:
         self._differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
         self._traced, self._name, self._limit = traced, name, limit
         self._fallback, self.fell_back = fallback, False
+        self._told = set() if told is None else told
         self._programs: list[_Program] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -147,7 +155,9 @@ class Compiled:
             with torch.no_grad():
                 result = self._fallback(*args)  # what is wrong with the function itself is raised here
             self.fell_back = True
-            warnings.warn(f"{self._name} runs uncompiled, more slowly: {where(error)}", stacklevel=2)
+            if (line := where(error)) not in self._told:
+                self._told.add(line)
+                warnings.warn(f"{self._name} runs uncompiled, more slowly: {line}", stacklevel=2)
             return result
         return self(*args)
 

@@ -20,6 +20,7 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld
 from torchpod.inductor import trace, where
+from torchpod.interop.unfit import UNSUPPORTED
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
 
@@ -40,25 +41,6 @@ def env_for(name: str) -> Env:
     return Pendulum() if name in CONTINUOUS else CartPole()
 
 
-OTHERS = {
-    **dict.fromkeys(
-        ("ACTLoss", "BCLoss", "DTLoss", "DiffusionBCLoss", "GAILLoss", "OnlineDTLoss"),
-        "it learns from demonstrations, and an agent here learns from what it did itself",
-    ),
-    **dict.fromkeys(
-        (
-            *("DreamerActorLoss", "DreamerModelLoss", "DreamerValueLoss", "DreamerV3ActorLoss", "DreamerV3Loss"),
-            *("DreamerV3ModelLoss", "DreamerV3ValueLoss", "WorldModelLoss"),
-        ),
-        "it is of a model of the environment, and LossAgent has an actor and values",
-    ),
-    "DiscreteCQLLoss": "it runs its network with parameters that no update reaches; use loss=DQNLoss",
-    "QMixerLoss": "it mixes the values of many agents, and LossAgent trains one; use loss=MAPPOLoss",
-    "RNDLoss": "it is of a bonus, not of a policy",
-}
-"""Why not, of losses that have no name here and that `LossAgent` cannot train."""
-
-
 def others() -> Iterator[Verdict]:
     """On the losses of the installed TorchRL that have no name here."""
     from torchrl import objectives
@@ -66,7 +48,7 @@ def others() -> Iterator[Verdict]:
     by_hand = "there are no networks for it by name; build it for LossAgent, which tells whether it fits"
     found = {name for name, x in vars(objectives).items() if name.endswith("Loss") and isinstance(x, type)}
     for name in sorted(found - LOSSES.keys()):
-        yield Verdict(name, "unsupported" if name in OTHERS else "by hand", OTHERS.get(name, by_hand))
+        yield Verdict(name, "unsupported" if name in UNSUPPORTED else "by hand", UNSUPPORTED.get(name, by_hand))
 
 
 def verdicts() -> Iterator[Verdict]:

@@ -1,6 +1,7 @@
 """PPO, A2C and IMPALA against their papers."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -425,6 +426,41 @@ def test_actions_that_ppo_cannot_take_are_refused():
         PPO(EnvSpec("pair", Array((1,)), both))
     with pytest.raises(ValueError, match="PPO is for one agent, and pair has groups .*; use algo=ippo, mappo or ia2c"):
         PPO(EnvSpec("pair", {"a": Array((1,)), "b": Array((1,))}, both, groups={"a": 1, "b": 1}))
+
+
+FORGOTTEN = {
+    "no log-prob": (
+        lambda extras: {"state_value": extras["state_value"]},
+        "Own needs extras['action_log_prob'] of shape [T, B], here [6, 4], and act returned only ['state_value']; let "
+        "act put `dist.log_prob(action)` there, [B], one number per row.",
+    ),
+    "a log-prob with an axis": (
+        lambda extras: extras | {"action_log_prob": extras["action_log_prob"][:, None]},
+        "Own needs extras['action_log_prob'] of shape [T, B], here [6, 4], and it has shape [6, 4, 1]; let act put",
+    ),
+    "no value": (
+        lambda extras: {"action_log_prob": extras["action_log_prob"]},
+        "Own needs extras['state_value'] of shape [T, B], here [6, 4], and act returned only ['action_log_prob']; let "
+        "act put what the critic says of the observation there",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_what_an_act_of_ones_own_forgets_is_named(cls, what):
+    said, told = FORGOTTEN[what]
+
+    class Own(cls):
+        def act(self, *args, **kwargs):
+            output, state = super().act(*args, **kwargs)
+            return output._replace(extras=said(output.extras)), state
+
+    agent, env = Own(DISCRETE, CONFIGS[cls](hidden=(6,))), Fixed(DISCRETE)
+    if cls is IMPALA and what == "no value":  # V-trace takes those of the parameters of the update
+        return check_agent(agent, env, num_envs=4, unroll_length=6, quick=True)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_agent(agent, env, num_envs=4, unroll_length=6, quick=True)
 
 
 @pytest.mark.parametrize("recurrent", [0, 4])

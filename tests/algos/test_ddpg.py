@@ -12,7 +12,7 @@ from torchpod.compile import Compiler
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
-from torchpod.specs import Array, Box, Discrete, EnvSpec
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import check_agent
 from torchpod.types import FIRST, LAST, MID, ActorOutput, Batch, TimeStep, Trajectory
 
@@ -168,8 +168,13 @@ def test_the_state_of_the_noise_travels_with_the_loop(seed):
 
 
 def test_what_ddpg_cannot_do_is_refused():
-    for action in (Discrete(3), Box((2,)), {"a": Box((2,), -1.0, 1.0)}):
-        with pytest.raises(ValueError, match="DDPG needs a Box action with bounds, and odd has"):
+    for action, told in (
+        (Discrete(3), "use algo=dqn, ppo or sac"),
+        (MultiDiscrete((3, 2)), "use algo=ppo, a2c or impala"),
+        (Box((2,)), "give it finite bounds, low < high, or use algo=ppo, a2c or impala"),
+        ({"a": Box((2,), -1.0, 1.0)}, "give it one Discrete, MultiDiscrete or Box action"),
+    ):
+        with pytest.raises(ValueError, match=f"DDPG needs a Box action with bounds, and odd has .*; {told}.$"):
             DDPG(EnvSpec("odd", Array((1,)), action))
     with pytest.raises(ValueError, match="noise=pink is not known"):
         DDPG(CONTINUOUS, DDPGConfig(noise="pink"))

@@ -360,9 +360,11 @@ def test_every_environment_has_its_own_epsilon_which_never_changes(seed):
 
 
 def test_agents_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="DQN needs a Discrete action, and pendulum has Box"):
+    with pytest.raises(
+        ValueError, match="DQN needs a Discrete action, and pendulum has Box.*; use algo=sac, td3, ddpg or"
+    ):
         DQN(Pendulum().spec)
-    with pytest.raises(ValueError, match="QRDQN needs a Discrete action"):
+    with pytest.raises(ValueError, match="QRDQN needs a Discrete action, .*; use algo=ippo, mappo or ia2c."):
         QRDQN(EnvSpec("pair", Array((1,)), {"a": Discrete(2)}, groups={"a": 1}))
     with pytest.raises(ValueError, match="n_step=0"):
         DQN(SPEC, DQNConfig(n_step=0))

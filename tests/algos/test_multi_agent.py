@@ -1,6 +1,7 @@
 """Policies of many agents: each learns what its agent would learn alone from the rows of its own agents."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.env import TensorEnv
+from torchpod.envs import TagGridWorld
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.makers import make_agent, make_env
@@ -440,3 +442,34 @@ def test_the_loss_with_warpdrives_settings_is_the_one_that_their_files_state(see
     assert (t.step_type == LAST).any()
     for name, loss in expected.items():
         np.testing.assert_allclose(metrics["loss" if len(expected) == 1 else f"loss/{name}"], loss, rtol=2e-4)
+
+
+SAID = {
+    "nothing of a policy": (
+        lambda extras: {"runner": extras["runner"]},
+        "Own needs extras['tagger'], a dict of what policy tagger says, and act returned only ['runner']; let act",
+    ),
+    "no log-prob": (
+        lambda extras: extras | {"tagger": {"state_value": extras["tagger"]["state_value"]}},
+        "PPO needs extras['action_log_prob'] of shape [T, B], here [5, 16], and act returned only ['state_value']; let",
+    ),
+    "one number for all agents": (
+        lambda extras: extras | {"tagger": {k: x.sum(1) for k, x in extras["tagger"].items()}},
+        "Own needs extras['tagger']['action_log_prob'] of shape [T, B, N, ...], here [5, 4, 4], and it has shape "
+        "[5, 4]; let act give each agent of policy tagger its own, [B, N, ...].",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_an_act_of_ones_own_does_not_say_of_agents_is_named(what):
+    said, told = SAID[what]
+
+    class Own(IPPO):
+        def act(self, *args, **kwargs):
+            output, state = super().act(*args, **kwargs)
+            return output._replace(extras=said(output.extras)), state
+
+    env = TagGridWorld()
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_agent(Own(env.spec, IPPOConfig(hidden=(4,))), env, num_envs=4, unroll_length=5, quick=True)

@@ -242,7 +242,7 @@ def test_the_actions_choose_the_agent_and_wrong_ones_are_refused():
     assert type(sac_agent(CONTINUOUS)) is SAC and type(sac_agent(DISCRETE)) is DiscreteSAC
     with pytest.raises(ValueError, match="SAC needs a Box action with bounds, and free has"):
         SAC(EnvSpec("free", Array((1,)), Box((2,))))
-    with pytest.raises(ValueError, match="DiscreteSAC needs a Discrete action, and continuous has"):
+    with pytest.raises(ValueError, match="DiscreteSAC needs a Discrete action, and continuous has .*; use algo=sac, "):
         DiscreteSAC(CONTINUOUS)
     with pytest.raises(ValueError, match="initial_alpha=0.0 be above 0"):
         SAC(CONTINUOUS, SACConfig(initial_alpha=0.0))

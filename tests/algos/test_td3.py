@@ -117,7 +117,9 @@ def test_compiled_gradients_equal_eager_ones(seed):
 
 
 def test_what_td3_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="TD3 needs a Box action with bounds, and odd has"):
+    with pytest.raises(
+        ValueError, match="TD3 needs a Box action with bounds, and odd has .*; use algo=dqn, ppo or sac."
+    ):
         TD3(EnvSpec("odd", Array((1,)), Discrete(3)))
     with pytest.raises(ValueError, match="policy_interval=0 must be at least 1"):
         TD3(CONTINUOUS, TD3Config(policy_interval=0))

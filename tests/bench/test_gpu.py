@@ -180,13 +180,13 @@ def test_targets_hold_up_to_4096_environments_and_from_65536_on():
     def missed(*rows):
         return targets.missed("gpu", rows)
 
-    bound = targets.TARGETS["gpu"]["ppo_cartpole/4096"].bound
+    bounds = {name: target.bound for name, target in targets.TARGETS["gpu"].items()}
 
     assert missed(row("ppo_cartpole/4096", ratio=2.0), row("ppo_cartpole/65536", ratio=1.2)) == []
     assert missed(row("ppo_cartpole/16384", ratio=0.5), row("compile_ppo_cartpole/1024", ratio=9.0)) == []
     assert missed(row("ppo_cartpole/4096", ratio=1.9), row("ppo_pendulum/65536", ratio=1.1)) == [
-        f"ppo_cartpole/4096: 1.90 x, the target is >= 2 x; {bound}.",
-        f"ppo_pendulum/65536: 1.10 x, the target is >= 1.2 x; {bound}.",
+        f"ppo_cartpole/4096: 1.90 x, the target is >= 2 x; {bounds['ppo_cartpole/4096']}.",
+        f"ppo_pendulum/65536: 1.10 x, the target is >= 1.2 x; {bounds['ppo_pendulum/65536']}.",
     ]
     assert missed(row("a2c_grid_world/131072", 60e6)) == []
     assert missed(row("a2c_grid_world/32768", 40e6)) == [

@@ -53,6 +53,18 @@ def test_sides_take_turns_on_one_core_and_compile_cold_as_often_as_they_run(tmp_
     assert rows["ppo_cartpole/64"]["threads"]["jax"]["cores"] == 1
 
 
+def test_without_taskset_nothing_passes_for_pinned(tmp_path, fake, monkeypatch):
+    which = harness.shutil.which
+    monkeypatch.setattr(harness.shutil, "which", lambda name: None if name == "taskset" else which(name))
+    with pytest.raises(
+        ConfigError, match="cannot be pinned to a core: there is no `taskset` on the PATH; install util-"
+    ):
+        run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))
+    with pytest.raises(WorkerError, match="a program cannot be pinned to core 0: there is no `taskset`"):
+        harness.output_of([sys.executable, "-c", ""], {}, "a program", core=0)
+    assert harness.output_of([sys.executable, "-S", "-c", "print(1)"], {}, "a program", core=None) == "1\n"
+
+
 def test_some_rows_alone(tmp_path, fake):
     cases = [Case(64), Case(4), Case(64, env="minatar_breakout")]
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_cartpole")
@@ -88,11 +100,20 @@ def test_rejax_must_not_be_faster_than_our_jax_driver(tmp_path, fake):
 
 
 def test_cores_are_part_of_a_case(tmp_path, fake, monkeypatch):
+    run_worker, asked = harness.run_worker, []
+
+    def unpinned(worker, arguments, *, core, **knobs):  # this process may have one core alone
+        asked.append((arguments[1], core))
+        return run_worker(worker, arguments, core=None, **knobs)
+
+    monkeypatch.setattr(harness, "run_worker", unpinned)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 4})
     cases = [Case(64, env="minatar_breakout"), Case(64, cores=2)]
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases)
     names = ["ppo_minatar_breakout/64", "compile_cold_ppo_minatar_breakout/64", "compile_warm_ppo_minatar_breakout/64"]
     assert [row["name"] for row in document["rows"]] == [*names, "ppo_cartpole/64 on 2 cores"]
-    assert [row["threads"]["jax"]["cores"] for row in document["rows"]] == [1, 1, 1, 2]
+    assert {str(core) for env, core in asked if env == "minatar_breakout"} == {"4"}
+    assert {str(core) for env, core in asked if env == "cartpole"} == {"[3, 4]"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases[1:])
     assert status == 1 and document["rows"] == []

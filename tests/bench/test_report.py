@@ -76,6 +76,16 @@ def test_failures_are_taken_back_by_the_names_that_rows_had_before():
     assert told in report.render([whole, part])
 
 
+def test_shares_that_were_timed_with_sums_say_so():
+    run = document("2030-01-01T00:00:00", "aaa", None, suite="gpu")
+    run["rows"][0] |= {"name": "outside_env_a2c_grid_world/32768", "value": -0.18, "unit": "share of the time"}
+    run["rows"][0]["commit"] = report.WITH_SUMS
+    told = "too low: the environments were timed with sums, since f4da247 without"
+    assert f"| -0.18 | - | - |  | {told} |" in report.render([run])
+    run["rows"][0]["commit"] = "bbb"
+    assert told not in report.render([run])
+
+
 def test_a_target_that_is_met_beside_a_slow_peer_says_so():
     slow = "ppo_cartpole/1024: jax did 100,000 env steps/s, below 200,000 (0.9 x its figure 222,222 x 1.00 for it)."
     met = document("2030-01-01T00:00:00", "aaa", 1.23, failures=[slow])
@@ -100,6 +110,13 @@ def test_what_bounds_a_target_is_told_of_rows_that_are_there():
     met = document("2030-01-01T00:00:00", "aaa", 0.6)
     met["rows"][0]["name"] = "ppo_cartpole/4"
     assert f"- ppo_cartpole/4 is bounded by {TARGETS['anakin']['ppo_cartpole/4'].bound}." in report.render([met])
+
+
+def test_each_environment_on_a_gpu_has_a_bound_of_its_own():
+    bounds = {name.split("/")[0]: target.bound for name, target in TARGETS["gpu"].items() if name.startswith("ppo_")}
+    assert len(set(bounds.values())) == 3
+    assert "the unroll cannot be one kernel" in bounds["ppo_minatar_breakout"]
+    assert all("as one kernel, measured on an H200" in bounds[f"ppo_{env}"] for env in ("cartpole", "pendulum"))
 
 
 def test_goals_of_old_gpu_runs_are_judged_by_the_targets():

@@ -105,6 +105,10 @@ def test_the_page_says_where_the_model_is_off_and_why():
     text = scaling.render(measured(), None)
     # a tree of 4 messages, each 100 us and 33
     assert "with 4 ranks and 32,768 bytes: 4,249 us measured, 531 by the model, 8.0 x: 4 ranks share 2 cores" in text
+    # 2 messages, each 100 us and half of 32,768 bytes
+    assert (
+        "has 27 kB in the mean, and 32,768 bytes were measured: with 2 ranks 233 us, where the model says 233." in text
+    )
     assert "16 of gradients, one for each update (4 epochs x 4 minibatches)" in text
 
 
@@ -116,11 +120,13 @@ def test_the_page_names_the_backend_that_was_used():
 def test_the_prediction_takes_the_iterations_that_a_gpu_was_measured_at():
     rates = {"ppo_cartpole/1024": 47_529_558.0, "ppo_cartpole/4096": None, "ppo_cartpole/65536": 194_579_012.0}
     rows = [{"name": name, "value": value} for name, value in rates.items()]
-    gpu = {"hardware": {"gpu": "NVIDIA H200"}, "rows": rows}
+    gpu = {"date": "2026-11-26T10:53:00", "hardware": {"gpu": "NVIDIA H200"}, "rows": rows}
     text = scaling.render(measured(), gpu)
     # 22 sums by 3 levels up and down, each 5 us and 589,296 / 22 bytes at 50 GB/s: 731 us beside 2,758
     assert "| one 400 Gbit/s link per device | NVIDIA H200 | 1,024 | 2.76 ms | 79.1% |" in text
     assert "| NVIDIA H200 | 65,536 | 43.11 ms |" in text and "| 4,096 |" not in text
+    before = "was measured before an unroll of up to 4096 became one kernel"
+    assert before in text and before not in scaling.render(measured(), {**gpu, "date": "2026-11-28T00:00:00"})
     assert "NVIDIA" not in scaling.render(measured(), None)
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Normal, OneHotCategorical
@@ -14,18 +15,25 @@ from torchrl.modules import (
 from torchrl.objectives import (
     A2CLoss,
     ClipPPOLoss,
+    CQLLoss,
+    CrossQLoss,
     DDPGLoss,
     DiscreteCQLLoss,
     DiscreteIQLLoss,
     DQNLoss,
     KLPENPPOLoss,
+    REDQLoss,
+    ReinforceLoss,
     SACLoss,
+    TD3Loss,
+    TQCLoss,
     ValueEstimators,
 )
 
 from tests.interop.actors import (
     OBSERVATION_LOGITS,
     SPEC,
+    Joined,
     Sums,
     categorical,
     critic,
@@ -34,6 +42,8 @@ from tests.interop.actors import (
     q_actor,
     q_critic,
 )
+from torchpod import random
+from torchpod.agent import variables_of
 from torchpod.algos.torchrl import (
     TorchRLConfig,
     torchrl_agent,
@@ -41,8 +51,11 @@ from torchpod.algos.torchrl import (
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.interop.torchrl import LossAgent
-from torchpod.specs import Box
+from torchpod.learner import Learner, LearnerConfig
+from torchpod.rollout import make_step, start, unroll
+from torchpod.specs import Array, Box, Discrete
 
+ONE = Bounded(-1.0, 1.0, (1,))
 UNFIT = {
     "reads 'pixels'": lambda: (
         categorical(module=TensorDictModule(Sums(2), in_keys=["pixels"], out_keys=["logits"])),
@@ -70,7 +83,7 @@ UNFIT = {
     "rows by rows": lambda: (
         gaussian(1, distribution_class=Normal, return_log_prob=False),
         lambda actor: A2CLoss(actor, critic()),
-        "loss_objective of A2CLoss has shape [13, 13] with reduction='none' and 13 rows; a loss must say what each row",
+        "loss_objective of A2CLoss has shape [26, 26] with reduction='none' and 26 rows; a loss must say what each row",
         {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
     ),
     "a one-hot loss": lambda: (
@@ -154,7 +167,7 @@ UNFIT = {
     "a mean per network": lambda: (
         categorical(),
         lambda actor: PerNetwork(actor, critic()),
-        "a loss must say what each row costs, [..., 13] or [13, 1], to mask resets",
+        "a loss must say what each row costs, [..., 26] or [26, 1], to mask resets",
     ),
     "a head outside the networks": lambda: (
         categorical(),
@@ -214,16 +227,106 @@ UNFIT = {
     ),
     "a network with parameters of its own": lambda: (
         q_actor(),
+        lambda actor: OwnCQL(actor, action_space="categorical"),
+        "OwnCQL is no pure function of its parameters; it holds a network out of the gradient by ",
+    ),
+    "a loss that is not supported": lambda: (
+        q_actor(),
         lambda actor: DiscreteCQLLoss(actor, action_space="categorical"),
-        "DiscreteCQLLoss is no pure function of its parameters; it holds a network out of the gradient by ",
+        "LossAgent cannot train with DiscreteCQLLoss: it runs its network with parameters that no update reaches",
+    ),
+    "a loss of demonstrations": lambda: (
+        categorical(),
+        lambda actor: type("BCLoss", (A2CLoss,), {})(actor, critic()),
+        "LossAgent cannot train with BCLoss: it learns from demonstrations, and an agent here learns from what it did",
+    ),
+    **{
+        f"{loss.__name__} with discrete actions": lambda loss=loss, own=own: (
+            categorical(),
+            lambda actor: loss(actor, Casting.critic(6 if loss is TQCLoss else 1), **own),
+            f"{loss.__name__} is for continuous actions, and cartpole takes Discrete(num_values=2, "
+            "dtype=torch.int64); use DiscreteSACLoss in its place.",
+        )
+        for loss, own in {
+            DDPGLoss: {"delay_value": True},
+            **dict.fromkeys((TD3Loss, SACLoss, CQLLoss, REDQLoss, TQCLoss, CrossQLoss), {"action_spec": ONE}),
+        }.items()
+    },
+    "a discrete loss with continuous actions": lambda: (
+        gaussian(1),
+        lambda actor: discrete_sac(actor, q_critic(4, 2, [], "action_value")),
+        "DiscreteSACLoss is for discrete actions, and cartpole takes Box(shape=(1,), low=-1.0, high=1.0, "
+        "dtype=torch.float32); use SACLoss in its place.",
+        {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
+    ),
+    "a nested key of a plain observation": lambda: (
+        categorical(module=TensorDictModule(Sums(2), [("observation", "x")], ["logits"])),
+        lambda actor: A2CLoss(actor, critic()),
+        "the actor reads ('observation', 'x'), and what cartpole gives has ['observation']; name one of these in its",
+    ),
+    "the whole of a dict": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, critic()),
+        "the actor reads 'observation', which in what cartpole gives is the dict of [('observation', 'x'), "
+        "('observation', 'y')]; name these in its in_keys.",
+        {"spec": replace(SPEC, observation={"x": Array((4,)), "y": Array((3,))})},
+    ),
+    "observations of another type": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, critic()),
+        "its Linear(in_features=4, out_features=2, bias=True) takes float32 and gets float64; build it for that.",
+        {"spec": replace(SPEC, observation=Array((4,), torch.float64))},
+    ),
+    "observations that are numbers": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, critic()),
+        "takes float32 and gets int64 (x.float() before it, or an embedding of classes); build it for that.",
+        {"spec": replace(SPEC, observation=Discrete(16))},
+    ),
+    "no distribution, for a log-prob": lambda: (
+        TensorDictModule(nn.Linear(4, 1), ["observation"], ["action"]),
+        lambda actor: ClipPPOLoss(actor, critic()),
+        "ClipPPOLoss needs 'action_log_prob' of the actor, which writes []; make it a ProbabilisticActor, with return",
+        {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
+    ),
+    "no distribution": lambda: (
+        TensorDictModule(nn.Linear(4, 1), ["observation"], ["action"]),
+        lambda actor: ReinforceLoss(actor, critic()),
+        "ReinforceLoss asks the actor for its distribution, and it has none; make it a ProbabilisticActor.",
+        {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
+    ),
+    "a key that nobody writes": lambda: (
+        categorical(),
+        lambda actor: Costly(actor, critic()),
+        "; let the actor write it, or tell the loss by set_keys what it is called.",
     ),
     "a sum": lambda: (
         categorical(),
         lambda actor: Summed(actor, critic()),
-        "has shape [] with reduction='none' and 13 rows",
+        "has shape [] with reduction='none' and 26 rows",
     ),
 }
 """By what is wrong: an actor, the loss made of it, what is told, and other arguments of `LossAgent`, if any."""
+
+
+class OwnCQL(DiscreteCQLLoss):
+    pass
+
+
+class Costly(A2CLoss):
+    def forward(self, data):
+        return super().forward(data).set("loss_cost", data["cost"])
+
+
+class Casting(Joined):
+    """Takes whatever action it gets as a number."""
+
+    def forward(self, x, action):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x, action.float().reshape(*x.shape[:-1], -1))
+
+    @classmethod
+    def critic(cls, outputs):
+        return TensorDictModule(cls(5, outputs), in_keys=["observation", "action"], out_keys=["state_action_value"])
 
 
 class Summed(A2CLoss):
@@ -315,6 +418,7 @@ def test_an_actor_of_other_actions_is_refused_where_actions_are_numbers(make, to
         ("DQNLoss", Pendulum(), "DQNLoss is for discrete actions, and pendulum has Box("),
         ("DQNLoss", Pendulum(), "); use loss=SACLoss."),
         ("PPO", CartPole(), "loss=PPO is not known; use one of A2CLoss"),
+        ("DTLoss", CartPole(), "loss=DTLoss cannot be used here: it learns from demonstrations, and an agent here "),
     ],
 )
 def test_a_loss_for_other_actions_is_refused(name, env, told):
@@ -339,3 +443,35 @@ def test_an_argument_that_the_loss_cannot_use_is_refused():
 def test_an_unknown_argument_of_the_loss_is_refused():
     with pytest.raises(ValueError, match="ClipPPOLoss has no argument epsilon; it has actor"):
         torchrl_agent(SPEC, TorchRLConfig("ClipPPOLoss", hidden=(8,), arguments={"epsilon": 0.1}))
+
+
+@pytest.mark.parametrize("delay_value", [True, False])
+def test_a_loss_that_looks_ahead_with_values_of_states_needs_their_target(delay_value):
+    """SAC as in its first paper: a target of Q beside it does not count."""
+    spec, actor = replace(SPEC, action=Box((1,), -1.0, 1.0)), gaussian(1)
+    loss = SACLoss(actor, q_critic(5), critic(), action_spec=ONE, delay_value=delay_value)
+    if delay_value:
+        LossAgent(actor, loss, spec=spec)
+        return
+    with pytest.raises(ValueError, match="SACLoss has no target network of values; make it with delay_value=True"):
+        LossAgent(actor, loss, spec=spec)
+
+
+def test_an_action_of_another_name_is_found_where_the_loss_was_told_of_it(seed):
+    """As the page says: names that were given with `set_keys` are respected."""
+    outputs = []
+    for name in ("action", "act"):
+        torch.manual_seed(seed)
+        actor = categorical(out_keys=[name])
+        loss = with_keys(ClipPPOLoss(actor, critic()), action=name)
+        agent, env = LossAgent(actor, loss, spec=SPEC), CartPole()
+        keys = random.split(random.key(seed), 5)
+        params, buffers = variables_of(agent)
+        learner = Learner(agent, LearnerConfig(num_minibatches=1), num_iterations=1)
+        with torch.no_grad():
+            variables = params | buffers
+            _, trajectory = unroll(make_step(agent, env), variables, start(agent, env, keys), keys, keys, length=6)
+        state, _ = learner.update(learner.init(params, buffers), trajectory, keys)
+        outputs.append((trajectory.output.action, [*state.params.values()]))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(outputs[0][1], outputs[1][1], strict=True))

@@ -1,5 +1,6 @@
 """A policy as a TensorDictModule, and as a program of torch.export: the agent's own greedy actions."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import checkpoint, random
 from torchpod.agent import variables_of
+from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.sac import SAC, SACConfig
 from torchpod.config import load
@@ -114,6 +116,56 @@ def test_observations_of_another_name_or_shape_are_refused():
     told = r"'observation' of shape \[7\] per row: its Linear\(in_features=4, .* takes 4 numbers and gets 7; give it"
     with pytest.raises(ValueError, match=told):
         module(TensorDict({"observation": torch.zeros(3, 7)}, [3]))
+
+
+def test_dicts_of_observations_are_read_by_their_entries():
+    agent = PPO(Masked().spec, PPOConfig(hidden=(8,)))
+    module = policy_module(agent, made(agent))
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    for observation, told in (
+        ({"y": torch.zeros(3, 2), "action_mask": mask}, "it reads an entry 'x' of it; give it observations of the "),
+        (
+            {"x": {"z": torch.zeros(3, 2)}, "action_mask": mask},
+            "its entry 'x' is a dict, and must be a tensor; give it",
+        ),
+        ({"x": torch.zeros(3, 5), "action_mask": mask}, r"its Linear\(.* takes 2 numbers and gets 5; give it"),
+        ({"x": torch.zeros(3, 2), "action_mask": mask[:, :2]}, "per row: The size of tensor a .*; give it"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            module(TensorDict({"observation": observation}, [3]))
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,)))
+    told = r"'observation' of shape {'x': \[4\]} per row: it takes one tensor, and no dict; give it observations of"
+    with pytest.raises(ValueError, match=told):
+        policy_module(agent, made(agent))(TensorDict({"observation": {"x": torch.zeros(3, 4)}}, [3]))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_state_that_is_not_the_policys_is_refused_by_its_name(batch):
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,), recurrent=8))
+    module = policy_module(agent, made(agent))
+    no = torch.zeros(*batch, 1, dtype=torch.bool)
+
+    def act(state, is_init=no):
+        row = {"observation": torch.zeros(*batch, 4), "is_init": is_init, "state": state}
+        return module(TensorDict(row, batch))["next", "state"]
+
+    good = torch.zeros(*batch, 8)
+    assert act(good).shape[-1] == 8
+    told = f"the policy reads 'state' of shape [8] per row, and it has shape {[*batch, 5]}; let TensorDictPrimer bring"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        act(good[..., :5])
+    told = f"'is_init' as torch.bool of shape {[*batch, 1]}, for 'state' of {[*batch, 8]}, and it is torch.float32 of"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        act(good, no.float())
+    with pytest.raises(ValueError, match=f"it is torch.bool of shape {re.escape(str([*batch, 2]))}; let InitTracker"):
+        act(good, torch.cat([no, no], -1))
+
+
+def test_policies_of_many_agents_are_no_module():
+    agent = IPPO(TagGridWorld().spec, IPPOConfig(hidden=(8,)))
+    told = r"is for one agent, and IPPO has the policies \['tagger', 'runner'\]; use `torchpod export RUN`"
+    with pytest.raises(ValueError, match=told):
+        policy_module(agent, made(agent))
 
 
 LOADED = """

@@ -61,6 +61,7 @@ def test_a_trajectory_comes_back_as_it_went(seed, make):
     trajectory = make(seed)
     states = trajectory[2:]
     assert_equal(to_trajectory([to_tensordict(trajectory)], *states), trajectory)
+    assert_equal(to_trajectory(to_tensordict(trajectory), *states), trajectory)
     parts = [to_tensordict(part(trajectory, envs)) for envs in (slice(0, 1), slice(1, 4), slice(4, B))]
     assert_equal(to_trajectory(parts, *states), trajectory)
 
@@ -216,6 +217,10 @@ REFUSED = {
         "part 0: ('next', 'step_type') must be 'step_type' one step later along axis 1 of [16, 64], and is not",
     ),
     "nothing": (lambda first, steps: [], "to_trajectory needs at least one TensorDict of to_tensordict, and got none."),
+    "something else": (
+        lambda first, steps: [first, steps.to_dict()],
+        "part 1 is a dict; give to_trajectory what to_tensordict returns.",
+    ),
 }
 
 

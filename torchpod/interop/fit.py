@@ -9,8 +9,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from torchpod.interop.unfit import Shapes, Watched, for_actions, misread, miswritten, shapes_of
-from torchpod.specs import Discrete, EnvSpec, MultiDiscrete
+from torchpod.interop.unfit import Shapes, Watched, for_actions, misread, miswritten, only_for, shapes_of
+from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
 
 
 class Fit(NamedTuple):
@@ -58,6 +58,15 @@ class Fit(NamedTuple):
                     raise ValueError(told)
         return action.dtype if one_hot else None
 
+    def check_kind(self, loss: LossModule) -> None:
+        """That a loss which is for discrete or for continuous actions alone gets these."""
+        space, kind = self.spec.action, only_for(type(loss))
+        if kind is not None and kind != ("continuous" if isinstance(space, Box) else "discrete"):
+            raise ValueError(
+                f"{self.loss} is for {kind} actions, and {self.spec.name} takes {space}; use "
+                f"{for_actions(self.loss, space)} in its place."
+            )
+
     def check_action_space(self, loss: LossModule, *, one_hot: bool) -> None:
         """That a loss for discrete actions reads them as the actor writes them."""
         space, reads = self.spec.action, getattr(loss, "action_space", None)
@@ -87,6 +96,8 @@ class Fit(NamedTuple):
             )
         if key in getattr(loss, "in_keys", ()) and key not in wrote:
             repair = "build it with return_log_prob=True."
+            if not hasattr(actor, "get_dist"):
+                repair = "make it a ProbabilisticActor, with return_log_prob=True."
             if named := [other for other in getattr(actor, "log_prob_keys", ()) if other in wrote]:
                 repair = (
                     f"build it with log_prob_key={key!r}, or tell the loss by set_keys(sample_log_prob={named[0]!r})."
@@ -107,7 +118,9 @@ class Fit(NamedTuple):
         try:
             with watched:
                 return module(data.clone())
-        except (NotImplementedError, ValueError):
+        except (NotImplementedError, ValueError) as error:
+            if told := misread(what, module.in_keys, data, f"what {self.spec.name} gives"):
+                raise ValueError(told) from error
             raise
         except Exception as error:
             raise ValueError(self.why(watched, {what: module}, what, data, error)) from error
@@ -129,6 +142,10 @@ class Fit(NamedTuple):
             read = shapes_of(data, networks[name].in_keys)
             return f"{name} cannot use {whose}, {read} per row: its {layer}; build it for that."
         told = str(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, AttributeError) and "get_dist" in told:
+            return f"{what} asks the actor for its distribution, and it has none; make it a ProbabilisticActor."
+        if isinstance(error, KeyError):
+            told += "; let the actor write it, or tell the loss by set_keys what it is called."
         return f"{what} cannot use {whose}, {shapes_of(data)} per row: {told}"
 
     def misvalued(

@@ -38,6 +38,11 @@ class Greedy(nn.Module):
         # What an agent that learns from single rows keeps, its policy does not depend on.
         self.has_state = agent.recurrent and bool(pytree.tree_leaves(agent.initial_state(1)))
 
+    @property
+    def agent(self) -> Agent:
+        """What acts; its own parameters are not used."""
+        return self._agent[0]
+
     def initial_state(self, batch_size: int) -> Tree:
         """See `Agent.initial_state`."""
         device = next(self.buffers()).device
@@ -72,10 +77,17 @@ def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
       variables: parameters and buffers; those of `variables_of`, or of a checkpoint.
 
     Raises:
-      ValueError: if they are not those of the agent, or its recurrent state is no single tensor.
+      ValueError: if they are not those of the agent, its recurrent state is no single tensor, or it is of many agents.
     """
     from tensordict.nn import TensorDictModule  # its import takes a second
 
+    from torchpod.algos.multi_agent import Policies  # torchpod.algos imports torchpod.interop
+
+    if isinstance(agent, Policies):
+        raise ValueError(
+            f"policy_module is for one agent, and {type(agent).__name__} has the policies {list(agent.policies)}; use "
+            "`torchpod export RUN`, whose program takes observations and gives actions by group."
+        )
     known = {name for name, _ in (*agent.named_parameters(), *agent.named_buffers())}
     if known != set(variables):
         other = sorted(known ^ set(variables))
@@ -97,7 +109,8 @@ def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
 def _check_keys(module: nn.Module, args: tuple[Any, ...]) -> None:
     """That what it gets, if that is a TensorDict, has what it reads."""
     if args and hasattr(args[0], "batch_dims"):
-        told = misread("the policy", cast(Any, module).in_keys, args[0], "the TensorDict")
+        missing = [key for key in cast(Any, module).in_keys if key not in args[0].keys(True)]  # a dict is no leaf
+        told = misread("the policy", missing, args[0], "the TensorDict")
         if told:
             raise ValueError(told)
 
@@ -108,18 +121,53 @@ class _Flat(nn.Module):
     def __init__(self, greedy: Greedy) -> None:
         super().__init__()
         self.greedy = greedy
+        self._width = list(greedy.initial_state(1).shape[1:]) if greedy.has_state else []
 
     @torch.no_grad()
     def forward(self, observation: Any, is_init: Tensor | None = None, state: Tensor | None = None) -> Any:
         observation = observation.to_dict() if hasattr(observation, "to_dict") else observation
-        rest = () if is_init is None or state is None else (is_init.reshape(-1), state)
+        rest: tuple[Tensor, ...] = ()
+        if is_init is not None and state is not None:
+            self._check_state(is_init, state)
+            rest = is_init.reshape(-1), state
         try:
             return self.greedy(observation, *rest)
-        except RuntimeError as error:
-            with contextlib.suppress(RuntimeError), Watched({"the policy": self.greedy}) as watched:
-                self.greedy(observation, *rest)
-            shapes = pytree.tree_map(lambda x: list(x.shape[1:]), observation)
+        except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+            shapes, why = pytree.tree_map(lambda x: list(x.shape[1:]), observation), self._why(error, observation, rest)
             raise ValueError(
-                f"the policy cannot use 'observation' of shape {shapes} per row: its {watched.layer() or error}; give "
-                "it observations of the environment that it was trained in."
+                f"the policy cannot use 'observation' of shape {shapes} per row: {why}; give it observations of the "
+                "environment that it was trained in."
             ) from error
+
+    def _check_state(self, is_init: Tensor, state: Tensor) -> None:
+        """That the recurrent state is one of this policy, and each row of it says whether an episode begins."""
+        width = self._width
+        lead = state.shape[: max(state.ndim - len(width), 0)]
+        if list(state.shape) != [*lead, *width]:
+            raise ValueError(
+                f"the policy reads 'state' of shape {width} per row, and it has shape {list(state.shape)}; let "
+                f"TensorDictPrimer bring 'state' of shape {width}, and hand on what the policy wrote at ('next', "
+                "'state')."
+            )
+        if is_init.dtype != torch.bool or is_init.shape not in (lead, (*lead, 1)):
+            raise ValueError(
+                f"the policy reads 'is_init' as torch.bool of shape {[*lead, 1]}, for 'state' of {list(state.shape)}, "
+                f"and it is {is_init.dtype} of shape {list(is_init.shape)}; let InitTracker bring it."
+            )
+
+    def _why(self, error: Exception, observation: Any, rest: tuple[Tensor, ...]) -> str:
+        """What an error says of an observation: an entry that is not there, the layer that cannot use it, or itself."""
+        if isinstance(observation, dict):
+            inner = [key for key, x in observation.items() if isinstance(x, dict)]
+            if isinstance(error, KeyError) and error.args and error.args[0] not in observation:
+                key = error.args[0]
+                return "it takes one tensor, and no dict" if key is None else f"it reads an entry {key!r} of it"
+            if isinstance(error, AttributeError) and inner:
+                return f"its entry {inner[0]!r} is a dict, and must be a tensor"
+        with contextlib.suppress(type(error)), Watched({"the policy": self.greedy}) as watched:
+            self.greedy(observation, *rest)
+        layer = watched.layer()
+        whole = tuple(f"{type(module).__name__}(" for module in (self.greedy, self.greedy.agent))
+        if layer is not None and not layer.startswith(whole):
+            return f"its {layer}"
+        return str(error).split("\n")[0].rstrip(".") or type(error).__name__

@@ -17,7 +17,7 @@ LazyTensorStorage copies.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def to_tensordict(trajectory: Trajectory) -> "TensorDict":
 
 
 def to_trajectory(
-    parts: "Sequence[TensorDict]",
+    parts: "Sequence[TensorDict] | TensorDict",
     actor_state: Tree = (),
     last_actor_state: Tree = (),
     *,
@@ -84,7 +84,7 @@ def to_trajectory(
     in a TensorDict whose values were copied.
 
     Args:
-      parts: batch sizes `[B_0, T]`, `[B_1, T]`, ...
+      parts: batch sizes `[B_0, T]`, `[B_1, T]`, ...; one alone needs no list.
       actor_state: recurrent state before the first step, `[B_0 + B_1 + ..., ...]`.
       last_actor_state: the same after the last.
       device: of the trajectory; that of the first part if None.
@@ -94,6 +94,7 @@ def to_trajectory(
         `next` is not one step later, which on a GPU is not looked at, as the host would have to wait for it. That a
         discrete action is `[B, T]` and not `[B, T, 1]` is known to the environment alone.
     """
+    parts = cast("list[TensorDict]", [parts] if hasattr(parts, "batch_dims") else list(parts))
     _check(parts)
     trees = [part.to_dict() for part in parts]
     nexts = [tree.pop("next") for tree in trees]
@@ -121,6 +122,9 @@ def _check(parts: "Sequence[TensorDict]") -> None:
     """That all parts, and their `next`, have the keys, dtypes and shapes of part 0, and that those of a trajectory."""
     if not parts:
         raise ValueError("to_trajectory needs at least one TensorDict of to_tensordict, and got none.")
+    for i, part in enumerate(parts):
+        if not hasattr(part, "batch_dims"):
+            raise ValueError(f"part {i} is a {type(part).__name__}; give to_trajectory what to_tensordict returns.")
     fields = [name for name in TimeStep._fields if name != "extras"]
     needed = [*((name,) for name in (*fields, "action")), *(("next", name) for name in fields)]
     length = parts[0].batch_size[1] if parts[0].batch_dims == 2 else "T"

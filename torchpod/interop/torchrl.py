@@ -36,7 +36,7 @@ from torchpod.interop.both_ways import both_ways
 from torchpod.interop.fit import Fit
 from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
-from torchpod.interop.unfit import Watched, shapes_of
+from torchpod.interop.unfit import UNSUPPORTED, Watched, shapes_of
 from torchpod.ops.exploration import falling
 from torchpod.ops.returns import gae
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
@@ -118,6 +118,8 @@ class LossAgent(Agent):
                 "policy (docs/torchrl-losses.md)."
             )
         self._spec, self._name = spec, type(loss).__name__
+        if self._name in UNSUPPORTED:
+            raise ValueError(f"LossAgent cannot train with {self._name}: {UNSUPPORTED[self._name]}.")
         self._groups = dict(groups or {"loss": ("",)})
         if not isinstance(spec.action, Discrete | MultiDiscrete | Box):
             raise ValueError(
@@ -153,7 +155,10 @@ class LossAgent(Agent):
         names = inspect.signature(type(loss).__init__).parameters
         nets = [name for name, net in loss.__dict__.items() if isinstance(net, TensorDictModuleBase)]
         delays = [name for name in names if name.endswith("value") and f"{name.removeprefix('delay_')}_network" in nets]
-        if not self._on_policy and delays and not any("value" in name for name in self._pure.delayed):
+        if "delay_value" in delays:  # beside one of Q, it is the one that the loss looks ahead with
+            delays = ["delay_value"]
+        targets = {f"delay_{name.removesuffix('_network')}" for name in self._pure.delayed}
+        if not self._on_policy and delays and targets.isdisjoint(delays):
             raise ValueError(f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True.")
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
@@ -221,16 +226,18 @@ class LossAgent(Agent):
         exploring = set_exploration_type(ExplorationType.RANDOM)
         with torch.no_grad(), TORCHRL, exploring, Keyed(keys), NothingElseDraws():
             out = self._fit.called("the actor", actor, data)
-        action = out.get("action", None)
+        self._action = getattr(loss.tensor_keys, "action", "action")
+        action = out.get(self._action, None)
         if action is None:
             raise ValueError(
-                f"the actor must write 'action' with shape {list(self._spec.action.shape)} per row, and writes "
+                f"the actor must write {self._action!r} with shape {list(self._spec.action.shape)} per row, and writes "
                 f"{sorted(map(str, set(out.keys(True, True)) - known))}; make it a ProbabilisticActor or a QValueActor."
             )
         self._one_hot = self._fit.check_action(actor, action, data)
+        self._fit.check_kind(loss)
         self._fit.check_action_space(loss, one_hot=self._one_hot is not None)
         wanted = set(getattr(loss, "in_keys", ()))
-        written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {"action"}
+        written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {self._action}
         self._extras = tuple(sorted(wanted & written))
         if self._on_policy:
             self._fit.check_log_prob(actor, loss, shapes_of(out, [*written]))
@@ -332,7 +339,7 @@ class LossAgent(Agent):
             data = TensorDict({"observation": timestep.observation}, batch_size=[keys.shape[0]])
             with Keyed(keys):
                 out = self._actor(self.variables(), data)
-            return {name: out.get(name) for name in ("action", *self._extras)}
+            return {"action": out.get(self._action), **{name: out.get(name) for name in self._extras}}
 
         with TORCHRL, set_exploration_type(kind):
             extras = both_ways(once) if torch.compiler.is_compiling() else once()
@@ -443,8 +450,8 @@ class LossAgent(Agent):
 
 
 _COLUMNS = ("advantage", "value_target", "state_value")
-_EXAMPLE_ROWS = 13
-"""A number that no axis of a network has by accident."""
+_EXAMPLE_ROWS = 26
+"""A number that no axis of a network has by accident; even, for losses that cut rows in two."""
 
 
 def _of_rows_that_count(steps: Tree, weight: Tensor) -> Tree:

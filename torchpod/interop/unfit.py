@@ -19,6 +19,25 @@ Shapes = dict[Any, list[int]]
 """Of one row, by key."""
 
 
+UNSUPPORTED = {
+    **dict.fromkeys(
+        ("ACTLoss", "BCLoss", "DTLoss", "DiffusionBCLoss", "GAILLoss", "OnlineDTLoss"),
+        "it learns from demonstrations, and an agent here learns from what it did itself",
+    ),
+    **dict.fromkeys(
+        (
+            *("DreamerActorLoss", "DreamerModelLoss", "DreamerValueLoss", "DreamerV3ActorLoss", "DreamerV3Loss"),
+            *("DreamerV3ModelLoss", "DreamerV3ValueLoss", "WorldModelLoss"),
+        ),
+        "it is of a model of the environment, and LossAgent has an actor and values",
+    ),
+    "DiscreteCQLLoss": "it runs its network with parameters that no update reaches; use loss=DQNLoss",
+    "QMixerLoss": "it mixes the values of many agents, and LossAgent trains one; use loss=MAPPOLoss",
+    "RNDLoss": "it is of a bonus, not of a policy",
+}
+"""Losses of TorchRL's that `LossAgent` cannot train, and why."""
+
+
 class Watched:
     """A context that sees modules at work: what networks wrote, and where an error came from.
 
@@ -66,8 +85,13 @@ class Watched:
         if not self._running or hasattr(self._running[-1][0], "in_keys") or self.network is None:
             return None
         module, args = self._running[-1]
-        shapes = [list(x.shape[1:]) for x in args if isinstance(x, Tensor)]
+        given = [x for x in args if isinstance(x, Tensor)]
+        shapes = [list(x.shape[1:]) for x in given]
         name = f"{type(module).__name__}({module.extra_repr()})"
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and given and given[0].dtype != weight.dtype:
+            hint = "" if given[0].is_floating_point() else " (x.float() before it, or an embedding of classes)"
+            return f"{name} takes {_short(weight.dtype)} and gets {_short(given[0].dtype)}{hint}"
         if isinstance(module, nn.Linear) and shapes and shapes[0][-1:] != [module.in_features]:
             found = shapes[0][-1] if shapes[0] else 0
             return f"{name} takes {module.in_features} numbers and gets {found}"
@@ -89,10 +113,13 @@ def misread(what: str, in_keys: Sequence[Any], data: "TensorDict", whose: str) -
       data: what it would get.
       whose: data it is, in words.
     """
-    known = set(data.keys(True))
+    known, leaves = set(data.keys(True)), set(data.keys(True, True))
     for key in in_keys:
+        if key in known and key not in leaves:
+            inner = [key_ for key_ in leaves if not isinstance(key_, str) and key_[: len(_path(key))] == _path(key)]
+            return f"{what} reads {key!r}, which in {whose} is the dict of {sorted(inner)}; name these in its in_keys."
         if key not in known:
-            found = sorted(_dotted(key) for key in data.keys(True, True))
+            found = sorted(_dotted(key) for key in leaves)
             return f"{what} reads {key!r}, and {whose} has {found}; name one of these in its in_keys, or rename it."
     return None
 
@@ -108,9 +135,17 @@ def miswritten(what: str, key: Any, size: int | None, wrote: Shapes) -> str | No
     return None
 
 
+def only_for(loss: type) -> str | None:
+    """The actions of a loss of TorchRL's, or of one derived from it: "discrete", "continuous", or None for both."""
+    for name in (c.__name__ for c in loss.__mro__):
+        if name in _OF_NUMBERS or _is_for_choices(name):
+            return "continuous" if name in _OF_NUMBERS else "discrete"
+    return None
+
+
 def for_actions(loss: str, action: SpecTree) -> str:
     """The loss of TorchRL's for such actions that is nearest to another one, by name."""
-    is_for_choices = loss.startswith("Discrete") or "DQN" in loss
+    is_for_choices = _is_for_choices(loss)
     if isinstance(action, Box):
         return _CONTINUOUS.get(loss, "SACLoss") if is_for_choices else loss
     if isinstance(action, Discrete):
@@ -120,6 +155,19 @@ def for_actions(loss: str, action: SpecTree) -> str:
 
 _DISCRETE = {"SACLoss": "DiscreteSACLoss", "IQLLoss": "DiscreteIQLLoss"}
 _CONTINUOUS = {discrete: continuous for continuous, discrete in _DISCRETE.items()}
+_OF_NUMBERS = {"CQLLoss", "CrossQLoss", "DDPGLoss", "REDQLoss", "SACLoss", "TD3BCLoss", "TD3Loss", "TQCLoss"}
+
+
+def _is_for_choices(loss: str) -> bool:
+    return loss.startswith("Discrete") or "DQN" in loss
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _path(key: Any) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _dotted(key: Any) -> str:

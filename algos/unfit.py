@@ -1,0 +1,30 @@
+"""What to use where the actions of an environment do not fit an algorithm: the end of an error."""
+
+import math
+
+from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
+
+
+def has_bounds(action: object) -> bool:
+    """Whether actions are in a box with bounds."""
+    return (
+        isinstance(action, Box)
+        and math.isfinite(action.low)
+        and math.isfinite(action.high)
+        and action.low < action.high
+    )
+
+
+def instead(spec: EnvSpec) -> str:
+    """The algorithms that take the actions of an environment, e.g. "use algo=dqn, ppo or sac"."""
+    if spec.groups is not None:
+        return "use algo=ippo, mappo or ia2c"
+    if isinstance(spec.action, Discrete):
+        return "use algo=dqn, ppo or sac"
+    if has_bounds(spec.action):
+        return "use algo=sac, td3, ddpg or ppo"
+    if isinstance(spec.action, Box):
+        return "give it finite bounds, low < high, or use algo=ppo, a2c or impala"
+    if isinstance(spec.action, MultiDiscrete):
+        return "use algo=ppo, a2c or impala"
+    return "give it one Discrete, MultiDiscrete or Box action"
