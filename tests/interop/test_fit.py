@@ -185,10 +185,17 @@ UNFIT = {
         lambda actor: A2CLoss(actor, ValueOperator(Sums(1), in_keys=["pixels"])),
         "the critic of A2CLoss reads 'pixels', and what cartpole gives has ['observation']; name one of these in",
     ),
-    "V-trace": lambda: (
-        categorical(),
+    "V-trace without a log-prob": lambda: (
+        categorical(return_log_prob=False),
         lambda actor: with_estimator(A2CLoss(actor, critic()), ValueEstimators.VTrace, actor_network=actor),
-        "A2CLoss with V-trace is not supported; use GAE, or algo=impala",
+        "A2CLoss needs 'action_log_prob' of the actor, which writes ['logits']; build it with return_log_prob=True.",
+    ),
+    "V-trace, standardised": lambda: (
+        categorical(),
+        lambda actor: with_estimator(
+            A2CLoss(actor, critic()), ValueEstimators.VTrace, actor_network=actor, average_adv=True
+        ),
+        "A2CLoss with average_adv is not supported; use normalize_advantage of the loss.",
     ),
     "returns over rows": lambda: (
         q_actor(),

@@ -1,5 +1,6 @@
 """Agents of TorchRL losses in the loops: they learn, form populations, and their settings are what they say."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -8,10 +9,10 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import Bounded
-from torchrl.modules import ValueOperator
+from torchrl.modules import OneHotCategorical, ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss, SoftUpdate, TD3BCLoss, ValueEstimators
 
-from tests.interop.actors import OBSERVATION_LOGITS, SPEC, Sums, categorical, critic, q_critic
+from tests.interop.actors import OBSERVATION_LOGITS, SPEC, Sums, categorical, critic, gaussian, q_critic
 from tests.interop.rows import (
     THERE,
     B,
@@ -29,6 +30,7 @@ from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.torchrl import LOSSES, OFF_POLICY, ON_POLICY, TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin
+from torchpod.anakin import train as train_anakin
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.envs.classic.cartpole import CartPole
@@ -40,6 +42,9 @@ from torchpod.interop.torchrl import LossAgent
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.makers import make_agent
 from torchpod.replay import ReplayConfig
+from torchpod.sebulba import Sebulba, SebulbaConfig
+from torchpod.sebulba import train as train_sebulba
+from torchpod.specs import Box
 from torchpod.types import Batch
 
 
@@ -361,3 +366,92 @@ def test_a_loss_that_has_no_name_here_learns_too(seed):
     assert theirs.keys() == ours.keys() and any((x != 0).any() for x in ours.values())
     for name, x in theirs.items():
         torch.testing.assert_close(ours[name], x, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Carts(CartPole):
+    """Pushed by a number: to the right if it is positive."""
+
+    def __init__(self, **own):
+        super().__init__(**own)
+        self.spec = dataclasses.replace(self.spec, action=Box((1,), -1.0, 1.0))
+
+    def transition(self, state, action, keys):
+        return super().transition(state, (action[..., 0] > 0).long(), keys)
+
+
+VTRACE = {
+    "categorical": (categorical, CartPole, {}),
+    "one-hot": (lambda: categorical(distribution_class=OneHotCategorical), CartPole, {}),
+    "clipped": (categorical, CartPole, {"rho_thresh": 1.25, "c_thresh": 0.875}),
+    "continuous": (lambda: gaussian(1), Carts, {}),
+}
+
+
+def vtrace_agent(make_actor, spec, **own):
+    actor = make_actor()
+    loss = A2CLoss(actor, critic())
+    loss.make_value_estimator(ValueEstimators.VTrace, gamma=0.9, actor_network=actor, **own)
+    return LossAgent(actor, loss, spec=spec)
+
+
+@pytest.mark.parametrize("kind", VTRACE)
+def test_vtrace_corrects_for_an_actor_that_has_moved_on(kind, seed):
+    """Equation 1 of Espeholt et al. 2018, step by step.
+
+    TorchRL 0.14.1's own takes the log-probability of an action that it draws anew, not of the one that was taken.
+    """
+    make_actor, make_env, own = VTRACE[kind]
+    env = make_env(max_episode_steps=T)
+    torch.manual_seed(seed)
+    agent = vtrace_agent(make_actor, env.spec, **own)
+    assert agent.max_lag is None
+    trajectory = ended(collect(agent, env, seed))
+    agent.double()
+    with torch.no_grad():
+        for x in agent.parameters():
+            x += 0.1 * torch.randn_like(x)
+    steps = agent.prepare(trajectory, random.split(random.key(seed), B)).steps
+
+    nets, now = (make_actor().double(), critic().double()), agent.variables()
+    for net, ours in zip(nets, (agent._actor, agent._critic), strict=True):
+        assert ours is not None
+        net.load_state_dict({name: now[other].detach() for name, other in ours.names.items()})
+    data = in_torchrls_words(trajectory, Batch({})).reshape(T, B)
+    action = torch.nn.functional.one_hot(data["action"], 2) if kind == "one-hot" else data["action"]
+    with torch.no_grad():
+        ratio = (nets[0].get_dist(data.select("observation")).log_prob(action) - data["action_log_prob"]).exp()
+        value, following = (nets[1](x.select("observation"))["state_value"][..., 0] for x in (data, data["next"]))
+    assert (ratio - 1).abs().max() > 0.01
+    reward, done, terminated = (data["next", x][..., 0] for x in ("reward", "done", "terminated"))
+    rho, c = ratio.clamp(max=own.get("rho_thresh", 1.0)), ratio.clamp(max=own.get("c_thresh", 1.0))
+    surprise, next_target = torch.zeros(B), following[-1]
+    for t in reversed(range(T)):
+        ahead = 0.9 * ~terminated[t]
+        next_target = torch.where(done[t], following[t], next_target)
+        advantage = rho[t] * (reward[t] + ahead * next_target - value[t])
+        surprise = rho[t] * (reward[t] + ahead * following[t] - value[t]) + 0.9 * ~done[t] * c[t] * surprise
+        next_target = value[t] + surprise
+        torch.testing.assert_close(steps["advantage"][t], advantage, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(steps["value_target"][t], next_target, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+def test_vtrace_compiles_and_lets_a_loss_learn_from_older_actions(loop, seed, recwarn):
+    env, ends = CartPole(max_episode_steps=9), []
+    for enabled in (True, False):
+        own = {"num_envs": 8, "unroll_length": 8, "num_iterations": 6, "learner": LearnerConfig()}
+
+        def make():
+            return vtrace_agent(categorical, env.spec)
+
+        if loop == "anakin":
+            run, train = Anakin(make, env, compiler=Compiler(enabled), **own), train_anakin
+        else:
+            lagging = SebulbaConfig(2, lag=3)
+            run = Sebulba(make, lambda: copy.copy(env), compiler=Compiler(enabled), config=lagging, **own)
+            train = train_sebulba
+        for _, running in train(run, run.init(seed)):
+            state = running.state
+        ends.append(state.learner.params)
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
+    assert not [w for w in recwarn if "uncompiled" in str(w.message)]

@@ -78,13 +78,14 @@ class Fit(NamedTuple):
                 "distribution: Categorical) or 'one_hot' (OneHotCategorical)."
             )
 
-    def check_log_prob(self, actor: TensorDictModuleBase, loss: LossModule, wrote: Shapes) -> None:
+    def check_log_prob(self, actor: TensorDictModuleBase, loss: LossModule, wrote: Shapes, wanted: set[Any]) -> None:
         """That an actor writes one log-probability per row where the loss reads it.
 
         Args:
           actor: of a loss with a critic.
           loss: the loss.
           wrote: by the actor, beside the action.
+          wanted: keys that the loss or its advantages read.
         """
         key = getattr(loss.tensor_keys, "sample_log_prob", None)
         if isinstance(key, list):
@@ -94,7 +95,7 @@ class Fit(NamedTuple):
                 f"the actor must write {key!r} with shape [] per row, and writes it with shape {wrote[key]}; give it a "
                 "distribution of whole actions, such as IndependentNormal or TanhNormal."
             )
-        if key in getattr(loss, "in_keys", ()) and key not in wrote:
+        if key in wanted and key not in wrote:
             repair = "build it with return_log_prob=True."
             if not hasattr(actor, "get_dist"):
                 repair = "make it a ProbabilisticActor, with return_log_prob=True."

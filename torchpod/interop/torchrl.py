@@ -5,7 +5,8 @@ update is the learner's: minibatches, chunks, ranks, clipping, Adam, targets, th
 TensorDict with TorchRL's keys: `observation`, `action`, what the actor wrote beside it, and
 
 - losses with a critic (PPO, A2C, Reinforce): `advantage`, `value_target` and `state_value`. Advantages are ours
-  (ops/returns.py, computed once per trajectory): TorchRL's estimators do not compile, and know nothing of resets;
+  (ops/returns.py, computed once per trajectory; GAE or V-trace, as the loss's estimator is): TorchRL's estimators do
+  not compile, and know nothing of resets;
 - all others: `("next", "observation")`, `("next", "reward")`, `("next", "done")` and `("next", "terminated")`.
 
 A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets. Where a loss
@@ -38,7 +39,7 @@ from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
 from torchpod.interop.unfit import UNSUPPORTED, Watched, shapes_of
 from torchpod.ops.exploration import falling
-from torchpod.ops.returns import gae
+from torchpod.ops.returns import gae, vtrace
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
@@ -52,9 +53,20 @@ class _Net(NamedTuple):
     module: nn.Module
     names: dict[str, str]
 
-    def __call__(self, variables: Mapping[str, Tensor], data: TensorDict) -> TensorDict:
+    def __call__(self, variables: Mapping[str, Tensor], *data: Any) -> Any:
         own = {name: variables[other] for name, other in self.names.items()}
-        return functional_call(self.module, own, (data,))
+        return functional_call(self.module, own, data)
+
+
+class _LogProb(nn.Module):
+    """Of given actions, under the distribution of an actor."""
+
+    def __init__(self, actor: nn.Module) -> None:
+        super().__init__()
+        self.actor = actor
+
+    def forward(self, data: TensorDict, action: Tensor) -> Tensor:
+        return cast(Any, self.actor).get_dist(data).log_prob(action)
 
 
 class LossAgent(Agent):
@@ -151,7 +163,8 @@ class LossAgent(Agent):
         self.target_interval = target_interval
         self._check_gradient(example)
         log_prob = getattr(self._keys, "sample_log_prob", None)
-        self.max_lag = None if not self._on_policy else int(log_prob in self._extras)
+        self._of_actions = _Net(_LogProb(actor), {f"actor.{name}": x for name, x in self._actor.names.items()})
+        self.max_lag = int(log_prob in self._extras) if self._on_policy and not self._clips else None
         names = inspect.signature(type(loss).__init__).parameters
         nets = [name for name, net in loss.__dict__.items() if isinstance(net, TensorDictModuleBase)]
         delays = [name for name in names if name.endswith("value") and f"{name.removeprefix('delay_')}_network" in nets]
@@ -181,7 +194,7 @@ class LossAgent(Agent):
         own = cast(Any, loss)
         if not hasattr(own, "reduction"):
             raise ValueError(f"{self._name} has no reduction; a loss must say what each row costs, to mask resets.")
-        own.reduction = "none"
+        own.reduction, self._clips = "none", None
         if getattr(own, "functional", True) is False or getattr(own, "advantage_norm", None) is not None:
             raise ValueError(f"{self._name} must be made with functional=True and without advantage_norm.")
         if hasattr(own, "log_explained_variance"):
@@ -204,9 +217,12 @@ class LossAgent(Agent):
         kind = type(estimator).__name__
         if getattr(estimator, "average_gae", False):
             raise ValueError(f"{self._name} with average_gae is not supported; use normalize_advantage of the loss.")
+        if getattr(estimator, "average_adv", False):
+            raise ValueError(f"{self._name} with average_adv is not supported; use normalize_advantage of the loss.")
         if kind == "VTrace":
-            raise ValueError(f"{self._name} with V-trace is not supported; use GAE, or algo=impala for V-trace.")
-        fixed = {"TD0Estimator": 0.0, "TD1Estimator": 1.0}
+            names = {"rho_clip": "rho_thresh", "c_clip": "c_thresh"}
+            self._clips = {ours: float(getattr(estimator, theirs)) for ours, theirs in names.items()}
+        fixed = {"TD0Estimator": 0.0, "TD1Estimator": 1.0, "VTrace": 1.0}
         if gae_lambda is None:
             gae_lambda = fixed.get(kind, float(getattr(estimator, "lmbda", 0.95)))
         self.hyperparameter("discount", float(getattr(estimator, "gamma", 0.99)) if discount is None else discount)
@@ -237,10 +253,12 @@ class LossAgent(Agent):
         self._fit.check_kind(loss)
         self._fit.check_action_space(loss, one_hot=self._one_hot is not None)
         wanted = set(getattr(loss, "in_keys", ()))
+        if self._clips:
+            wanted.add(cast(Any, loss.tensor_keys).sample_log_prob)
         written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {self._action}
         self._extras = tuple(sorted(wanted & written))
         if self._on_policy:
-            self._fit.check_log_prob(actor, loss, shapes_of(out, [*written]))
+            self._fit.check_log_prob(actor, loss, shapes_of(out, [*written]), wanted)
         row = torch.zeros(rows, 1)
         if self._on_policy:
             columns = {"advantage": row, "value_target": row.clone(), "state_value": row.clone()}
@@ -384,12 +402,34 @@ class LossAgent(Agent):
         rows = pytree.tree_map(lambda x: x.flatten(0, 1), t.observation)
         data = TensorDict({"observation": rows}, batch_size=[last.numel()])
         value = self._critic(self.variables(), data).get(self._keys.value).reshape(last.shape)
-        advantage = gae(
-            t.reward[1:], t.discount[1:] * self.discount, last[1:], value[:-1], value[1:], lambda_=self.gae_lambda
-        )
-        target = advantage + value[:-1]
+        of_steps = t.reward[1:], t.discount[1:] * self.discount, last[1:], value[:-1], value[1:]
+        if self._clips:
+            ratio = self._log_prob(steps["observation"], out.action) - out.extras[self._keys.sample_log_prob]
+            target, advantage = vtrace(ratio, *of_steps, lambda_=self.gae_lambda, **self._clips)
+        else:
+            advantage = gae(*of_steps, lambda_=self.gae_lambda)
+            target = advantage + value[:-1]
         steps |= {"advantage": advantage, "value_target": target, "state_value": value[:-1]}
         return Batch(steps, report={"reward": t.reward[1:], "value": value[:-1], "value_target": target})
+
+    def _log_prob(self, observation: Tree, action: Tensor) -> Tensor:
+        """Of actions `[T, B, ...]`, as the actor is now."""
+        lead = action.shape[: action.ndim - len(self._spec.action.shape)]
+        rows, action = pytree.tree_map(lambda x: x.flatten(0, 1), (observation, self._for_torchrl(action)))
+
+        def once() -> dict[str, Tensor]:
+            data = TensorDict({"observation": rows}, batch_size=action.shape[:1])
+            return {"log_prob": self._of_actions(self.variables(), data, action)}
+
+        with TORCHRL:
+            out = both_ways(once) if torch.compiler.is_compiling() else once()
+        return out["log_prob"].reshape(lead)
+
+    def _for_torchrl(self, action: Tensor) -> Tensor:
+        if self._one_hot is None:
+            return action
+        index = torch.arange(self._spec.action.num_values, device=action.device)
+        return (action.unsqueeze(-1) == index).to(self._one_hot)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """The sum of the loss's terms."""
@@ -405,9 +445,7 @@ class LossAgent(Agent):
         """All that the loss says, its terms among it, as weighted sums over rows; priorities; and changed buffers."""
         steps = dict(batch.steps)
         weight = steps.pop("weight")
-        if self._one_hot is not None:
-            index = torch.arange(self._spec.action.num_values, device=weight.device)
-            steps["action"] = (steps["action"].unsqueeze(-1) == index).to(self._one_hot)
+        steps["action"] = self._for_torchrl(steps["action"])
         if self._pure.mixes_rows:
             steps = _of_rows_that_count(steps, weight)
         columns = {name: steps[name].unsqueeze(-1) for name in _COLUMNS if name in steps}
