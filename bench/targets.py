@@ -35,8 +35,8 @@ _POPULATION = (
 _HOST = (
     "the host: the GPU idles 0.9 of the time; an actor takes 1.7 ms per step of a pool, in which the pool's threads "
     "have nothing to do; tried: more threads and pools, waits that block, streams of high priority; since then pools "
-    "can share threads, which on a CPU with such pauses left 0.93 of EnvPool's steps, not 0.76 (docs/design.md, "
-    "section 5)"
+    "can share threads, which on a CPU with such pauses left 0.80 to 0.93 of EnvPool's steps by run, not 0.71 to 0.85 "
+    "(docs/design.md, section 5)"
 )
 _LAUNCHES = (
     "launches with few environments, networks with many; tried, after the run on an H100: networks that share "
