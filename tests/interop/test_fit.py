@@ -22,9 +22,9 @@ from torchrl.objectives import (
     DiscreteCQLLoss,
     DiscreteIQLLoss,
     DQNLoss,
+    IQLLoss,
     KLPENPPOLoss,
     REDQLoss,
-    ReinforceLoss,
     SACLoss,
     TD3Loss,
     ValueEstimators,
@@ -299,8 +299,8 @@ UNFIT = {
     ),
     "no distribution": lambda: (
         TensorDictModule(nn.Linear(4, 1), ["observation"], ["action"]),
-        lambda actor: ReinforceLoss(actor, critic()),
-        "ReinforceLoss asks the actor for its distribution, and it has none; make it a ProbabilisticActor.",
+        lambda actor: IQLLoss(actor, q_critic(5), critic()),
+        "IQLLoss asks the actor for its distribution, and it has none; make it a ProbabilisticActor.",
         {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
     ),
     "a key that nobody writes": lambda: (
