@@ -108,7 +108,7 @@ class _Builder:
         box = self.spec.action
         if not isinstance(box, Box) or len(box.shape) != 1:
             raise ValueError(f"{self.config.loss} is for actions of shape [A], and {self._has_actions}.")
-        if not (math.isfinite(box.low) and math.isfinite(box.high)):
+        if not box.bounded:
             raise ValueError(
                 f"{self.config.loss} needs bounds of the actions, and {self.spec.name} has {box}; give the environment "
                 "finite low and high."

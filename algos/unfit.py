@@ -1,18 +1,11 @@
 """What to use where the actions of an environment do not fit an algorithm: the end of an error."""
 
-import math
-
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
 
 
 def has_bounds(action: object) -> bool:
     """Whether actions are in a box with bounds."""
-    return (
-        isinstance(action, Box)
-        and math.isfinite(action.low)
-        and math.isfinite(action.high)
-        and action.low < action.high
-    )
+    return isinstance(action, Box) and action.bounded and action.low < action.high
 
 
 def instead(spec: EnvSpec) -> str:

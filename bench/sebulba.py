@@ -91,13 +91,13 @@ def main(
             }
         new = rows_of(make, name, case, results)
         rows += new
-        for row in new:
-            print(f"{row.name:36s} {row.value or 0:12,.0f} {row.unit}  {row.ratio or 0:.2f} {row.note}", flush=True)
+        show(new)
         failures += [f"{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
         failures += unequal(name, results)
         failures += [] if quick else missed(name, new)
     for name, case in paced.items():
         new, wrong = paced_rows(make, name, case, ours, rounds, repeats)
+        show(new)
         rows, failures = rows + new, failures + wrong
     return harness.finish(
         "sebulba",
@@ -197,9 +197,13 @@ def paced_rows(
         make.rate(f"paced_{name}_{layout}/{case.num_envs}", results[layout], results["raw"], peer_name="EnvPool alone")
         for layout in layouts
     ]
+    return rows, [f"paced_{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
+
+
+def show(rows: list[Row]) -> None:
+    """Prints rows."""
     for row in rows:
         print(f"{row.name:36s} {row.value or 0:12,.0f} {row.unit}  {row.ratio or 0:.2f} {row.note}", flush=True)
-    return rows, [f"paced_{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
 
 
 def missed(name: str, rows: list[Row]) -> list[str]:

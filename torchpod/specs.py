@@ -1,5 +1,6 @@
 """Shapes and ranges of what environments emit and accept, without the batch axis."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,11 @@ class Box:
     low: float = -float("inf")
     high: float = float("inf")
     dtype: torch.dtype = torch.float32
+
+    @property
+    def bounded(self) -> bool:
+        """Whether both bounds are finite."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 @dataclass(frozen=True)

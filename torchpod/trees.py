@@ -43,6 +43,8 @@ def stack(trees: Iterable[Any]) -> Any:
 
 def contiguous(tree: Any) -> Any:
     """Tensors whose strides do not change from one step to the next, as those of views of a state may."""
+    if isinstance(tree, Tensor):  # for which pytree takes as long as an operation does
+        return tree.contiguous()
     return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), tree)
 
 

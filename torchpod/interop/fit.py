@@ -9,8 +9,10 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from torchpod.interop.unfit import Shapes, Watched, for_actions, misread, miswritten, only_for, shapes_of
+from torchpod.interop.unfit import Shapes, Watched, for_actions, misread, miswritten, only_for, shapes_of, undivided
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
+
+_READS = misread, undivided
 
 
 class Fit(NamedTuple):
@@ -119,12 +121,11 @@ class Fit(NamedTuple):
         try:
             with watched:
                 return module(data.clone())
-        except (NotImplementedError, ValueError) as error:
-            if told := misread(what, module.in_keys, data, f"what {self.spec.name} gives"):
-                raise ValueError(told) from error
-            raise
         except Exception as error:
-            raise ValueError(self.why(watched, {what: module}, what, data, error)) from error
+            told = self._read_wrongly({what: module}, data)
+            if told is None and isinstance(error, NotImplementedError | ValueError):  # which says it itself
+                raise
+            raise ValueError(told or self.why(watched, {what: module}, what, data, error)) from error
 
     def why(
         self,
@@ -136,9 +137,8 @@ class Fit(NamedTuple):
     ) -> str:
         """Why networks cannot use what they are given."""
         whose = f"what {self.spec.name} gives"
-        for name, net in networks.items():
-            if told := misread(name, net.in_keys, data, whose):
-                return told
+        if told := self._read_wrongly(networks, data):
+            return told
         if (name := watched.network) and (layer := watched.layer()):
             read = shapes_of(data, networks[name].in_keys)
             return f"{name} cannot use {whose}, {read} per row: its {layer}; build it for that."
@@ -148,6 +148,11 @@ class Fit(NamedTuple):
         if isinstance(error, KeyError):
             told += "; let the actor write it, or tell the loss by set_keys what it is called."
         return f"{what} cannot use {whose}, {shapes_of(data)} per row: {told}"
+
+    def _read_wrongly(self, networks: Mapping[str, TensorDictModuleBase], data: TensorDict) -> str | None:
+        whose = f"what {self.spec.name} gives"
+        found = (check(name, net.in_keys, data, whose) for name, net in networks.items() for check in _READS)
+        return next(filter(None, found), None)
 
     def misvalued(
         self, keys: Any, watched: Watched, networks: Mapping[str, TensorDictModuleBase], *, every: bool

@@ -109,8 +109,7 @@ def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
 def _check_keys(module: nn.Module, args: tuple[Any, ...]) -> None:
     """That what it gets, if that is a TensorDict, has what it reads."""
     if args and hasattr(args[0], "batch_dims"):
-        missing = [key for key in cast(Any, module).in_keys if key not in args[0].keys(True)]  # a dict is no leaf
-        told = misread("the policy", missing, args[0], "the TensorDict")
+        told = misread("the policy", cast(Any, module).in_keys, args[0], "the TensorDict")
         if told:
             raise ValueError(told)
 

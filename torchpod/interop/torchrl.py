@@ -180,7 +180,7 @@ class LossAgent(Agent):
             raise ValueError(
                 f"epsilon={epsilon} is for discrete actions, and {self._spec.name} has {action}; use noise."
             )
-        if noise and not (isinstance(action, Box) and math.isfinite(action.low) and math.isfinite(action.high)):
+        if noise and not (isinstance(action, Box) and action.bounded):
             raise ValueError(f"noise={noise} is for actions within bounds, and {self._spec.name} has {action}.")
         if epsilon:
             self.annealed = ("remaining",)

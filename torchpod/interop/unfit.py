@@ -113,14 +113,21 @@ def misread(what: str, in_keys: Sequence[Any], data: "TensorDict", whose: str) -
       data: what it would get.
       whose: data it is, in words.
     """
-    known, leaves = set(data.keys(True)), set(data.keys(True, True))
+    known = set(data.keys(True))
     for key in in_keys:
-        if key in known and key not in leaves:
-            inner = [key_ for key_ in leaves if not isinstance(key_, str) and key_[: len(_path(key))] == _path(key)]
-            return f"{what} reads {key!r}, which in {whose} is the dict of {sorted(inner)}; name these in its in_keys."
         if key not in known:
-            found = sorted(_dotted(key) for key in leaves)
+            found = sorted(_dotted(key) for key in data.keys(True, True))
             return f"{what} reads {key!r}, and {whose} has {found}; name one of these in its in_keys, or rename it."
+    return None
+
+
+def undivided(what: str, in_keys: Sequence[Any], data: "TensorDict", whose: str) -> str | None:
+    """As `misread`, if a network that takes tensors reads a whole dict."""
+    leaves = set(data.keys(True, True))
+    for key in in_keys:
+        if key in data.keys(True) and key not in leaves:
+            inner = sorted(x for x in leaves if not isinstance(x, str) and x[: len(_path(key))] == _path(key))
+            return f"{what} reads {key!r}, which in {whose} is the dict of {inner}; name these in its in_keys."
     return None
 
 

@@ -75,7 +75,7 @@ class Gaussian(Head):
     def __init__(self, spec: Box, initial_log_std: float) -> None:
         super().__init__()
         self.shape, self.num_outputs = spec.shape, math.prod(spec.shape)
-        is_bounded = math.isfinite(spec.low) and math.isfinite(spec.high)
+        is_bounded = spec.bounded
         self.center, self.scale = ((spec.high + spec.low) / 2, (spec.high - spec.low) / 2) if is_bounded else (0.0, 1.0)
         self.log_std = nn.Parameter(torch.full((self.num_outputs,), initial_log_std))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
@@ -20,6 +19,7 @@ from torchpod.interop import to_tensordict
 from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
+from torchpod.trees import contiguous
 from torchpod.types import ActorOutput, Carry, Tree
 
 _KILLED_S = 2.0
@@ -117,12 +117,7 @@ class Pool:
             timestep = self._port.upload(timestep)
         self._phases.enter("inference")
         # An image may be a view whose channels lie elsewhere in memory; programs are compiled for one order.
-        seen = timestep.observation
-        if isinstance(seen, Tensor):  # for which pytree takes as long as an operation does
-            seen = seen.contiguous()
-        else:
-            seen = pytree.tree_map(Tensor.contiguous, seen)
-        timestep = timestep._replace(observation=seen)
+        timestep = timestep._replace(observation=contiguous(timestep.observation))
         self.carry = Carry((), timestep, actor_state, count)
         return self.carry, output
 
