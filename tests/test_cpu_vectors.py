@@ -108,6 +108,7 @@ def run_with(capability, *which):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="AVX2 is what the tests above had")
 def test_most_of_the_above_with_avx2():
     run_with("avx2", "-k", "float32 or int64 or behind")

@@ -133,7 +133,7 @@ def test_threads_share_out_rows_or_networks(population, generator):
         assert torch.equal(b, c)
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ppo_is_recognised_alone_and_in_a_population(shared):
     """Policy and value: two networks, or one of both."""
     env = CartPole()

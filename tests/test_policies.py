@@ -115,7 +115,11 @@ def test_a_run_folder_a_checkpoint_and_a_copied_file_are_the_same(first: Path, t
 SEBULBA = ("loop=sebulba", "loop.num_actor_threads=2", "loop.lag=1")
 
 
-@pytest.mark.parametrize("loop", [(), SEBULBA, ("compile=true",)], ids=["anakin", "sebulba", "compiled"])
+@pytest.mark.parametrize(
+    "loop",
+    [(), SEBULBA, pytest.param(("compile=true",), marks=pytest.mark.slow)],
+    ids=["anakin", "sebulba", "compiled"],
+)
 def test_a_resumed_run_reads_its_own_checkpoint_alone(loop: tuple[str, ...], first: Path, tmp_path: Path):
     source = shutil.copytree(first, tmp_path / "source")
     for name, trained in (("frozen", False), ("trained", True)):

@@ -200,8 +200,10 @@ class Reordered(A2C):
         )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("cls", [Biases, Reordered])
+@pytest.mark.parametrize(
+    ("cls", "compiled"),
+    [(Biases, False), (Reordered, False), (Reordered, True), pytest.param(Biases, True, marks=pytest.mark.slow)],
+)
 def test_gradients_of_unusual_agents(monkeypatch, cls, compiled, seed):
     monkeypatch.setitem(CASES, "other", (cls, A2CConfig, Catch(), {"channels": ()}))
     ours, _ = iterate(make("other", compiler=Compiler(compiled)), seed, 1)

@@ -115,6 +115,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     assert_equal_runs(tmp_path / "whole", killed)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_that_is_killed_ends_as_if_nothing_had_happened(zygote: Zygote, tmp_path: Path):
     command = ("train", *CARTPOLE, "compile=true", f"total_env_steps={200 * ITERATION}", "checkpoint.interval_s=0")
     status, _, error = zygote.run(*command, "run_dir=whole", cwd=tmp_path)

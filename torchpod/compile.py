@@ -48,7 +48,7 @@ class Compiler:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
         self._made: weakref.WeakSet[Compiled] = weakref.WeakSet()  # an evaluation's programs go when it is over
-        self._told: set[str] = set()
+        self._told: dict[str, object] = {}
 
     def __call__(
         self, fn: Callable[..., Any], *, compilations: int | None = None, fall_back: bool = False

@@ -98,7 +98,7 @@ class Compiled:
         limit: int,
         *,
         fallback: Callable[..., Any] | None = None,
-        told: set[str] | None = None,
+        told: dict[str, object] | None = None,
     ) -> None:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             from torch._inductor.compile_fx import compile_fx
@@ -118,7 +118,7 @@ class Compiled:
         self._differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
         self._traced, self._name, self._limit = traced, name, limit
         self._fallback, self.fell_back = fallback, False
-        self._told = set() if told is None else told
+        self._told = {} if told is None else told
         self._programs: list[_Program] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -155,8 +155,8 @@ class Compiled:
             with torch.no_grad():
                 result = self._fallback(*args)  # what is wrong with the function itself is raised here
             self.fell_back = True
-            if (line := where(error)) not in self._told:
-                self._told.add(line)
+            line, own = where(error), object()
+            if self._told.setdefault(line, own) is own:  # one step, for threads that fall back at the same time
                 warnings.warn(f"{self._name} runs uncompiled, more slowly: {line}", stacklevel=2)
             return result
         return self(*args)

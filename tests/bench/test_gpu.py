@@ -255,7 +255,7 @@ def test_returns_below_zero_are_compared_too():
     assert len(harness.unequal_returns(m(59.0), m(100.0))) == 1  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("env", ["pendulum", "grid_world"])
+@pytest.mark.parametrize("env", [pytest.param("pendulum", marks=pytest.mark.slow), "grid_world"])
 def test_the_real_workers_on_the_cpu_uncompiled(tmp_path, fake, env):
     ours, peer = gpu.default_workers()
     ours = dataclasses.replace(ours, command=(*ours.command, "--eager"))

@@ -1,6 +1,7 @@
 """The JAX driver does the work that torchpod does: the same environment, parameters and gradient."""
 
 import importlib.util
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -9,8 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from torchpod import random
+from torchpod.agent import variables_of
+from torchpod.algos.ppo import PPOConfig
 from torchpod.bench import harness
 from torchpod.bench.anakin_worker import WORK
+from torchpod.envs.classic.cartpole import THETA_LIMIT, X_LIMIT, CartPole
+from torchpod.learner import Learner
+from torchpod.ops.returns import gae
 from torchpod.types import Batch
 
 python, missing = harness.peers_python()
@@ -57,6 +64,99 @@ def test_pendulum_is_gymnaxs_step_for_step_through_resets():
         print(ends)
     """
     assert run_jax(code).split() == ["32"]
+
+
+@has_jax
+def test_cartpole_moves_pays_and_ends_as_ours(tmp_path):
+    env, generator, size = CartPole(), np.random.default_rng(), 4096
+    state = generator.uniform(-1, 1, (size, 4)).astype(np.float32) * np.float32([2.5, 3.0, 0.22, 3.0])
+    action = generator.integers(0, 2, size)
+    np.savez(tmp_path / "in.npz", state=state, action=action)
+    code = """
+        import sys, jax, jax.numpy as jnp, numpy as np, jax_ppo
+        given, size = np.load(sys.argv[1] + "/in.npz"), 4096
+        state, action = jnp.asarray(given["state"]), jnp.asarray(given["action"])
+        keys, zeros = jax.random.split(jax.random.key(0), size), jnp.zeros(size)
+        at = jax_ppo.CartPole(*state.T, time=jnp.arange(size) % 500, episode_return=zeros)
+        after, reward, done, finished = jax.vmap(jax_ppo.step)(keys, at, action)
+        fresh = jax.vmap(jax_ppo.observe)(jax.vmap(jax_ppo.reset)(keys))
+        moved = jax.vmap(jax_ppo.observe)(after)
+        np.savez(sys.argv[1] + "/out.npz", moved=moved, reward=reward, done=done, finished=finished, fresh=fresh)
+    """
+    run_jax(code, tmp_path)
+    found = np.load(tmp_path / "out.npz")
+    keys = random.split(random.key(0), size)
+    moved, reward, terminated = env.transition(torch.from_numpy(state), torch.from_numpy(action), keys)
+    ended = terminated.numpy() | (np.arange(size) % 500 + 1 >= (env.spec.max_episode_steps or 0))
+    near = np.abs(np.abs(moved[:, [0, 2]].numpy()) - [X_LIMIT, THETA_LIMIT]).min(-1) < 1e-5  # rounding decides
+    assert (found["done"] == ended)[~near].all() and 100 < ended.sum() < size - 100 and near.sum() < 10
+    going = ~ended & ~near
+    np.testing.assert_allclose(found["moved"][going], moved.numpy()[going], rtol=1e-5, atol=1e-6)
+    assert (found["reward"] == reward.numpy()).all() and (found["finished"] == 1).all()
+    for fresh in (found["moved"][found["done"]], found["fresh"], env.reset(keys).numpy()):
+        assert np.abs(fresh).max() <= 0.05
+        assert np.abs(fresh.mean(0)).max() < 5 * 0.05 / (3 * len(fresh)) ** 0.5  # that of a uniform one, 5 sigma
+
+
+@has_jax
+def test_advantages_are_ours(tmp_path):
+    generator, shape = np.random.default_rng(), (128, 32)
+    reward, value = (generator.normal(size=shape).astype(np.float32) for _ in range(2))
+    done, last_value = generator.random(shape) < 0.05, generator.normal(size=32).astype(np.float32)
+    np.savez(tmp_path / "in.npz", reward=reward, value=value, done=done, last_value=last_value)
+    code = """
+        import sys, jax.numpy as jnp, numpy as np, jax_ppo
+        given = {k: jnp.asarray(x) for k, x in np.load(sys.argv[1] + "/in.npz").items()}
+        of_steps = {k: given[k] for k in ("reward", "value", "done")}
+        trajectory = jax_ppo.Transition(**dict.fromkeys(jax_ppo.Transition._fields) | of_steps)
+        np.save(sys.argv[1] + "/out.npy", jax_ppo.gae(trajectory, given["last_value"]))
+    """
+    run_jax(code, tmp_path)
+    config = PPOConfig()
+    v, last = torch.from_numpy(np.concatenate([value, last_value[None]])), torch.from_numpy(done)
+    found = gae(torch.from_numpy(reward), config.discount * ~last, last, v[:-1], v[1:], lambda_=config.gae_lambda)
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), found.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@has_jax
+def test_the_optimizer_takes_the_steps_of_ours(tmp_path):
+    """With gradients that are clipped and gradients that are not, from the second of three iterations on."""
+    work = WORK["cartpole"]()
+    agent, updates, iterations = work.agent(work.env.spec, work.config), 24, 3
+    learner = Learner(agent, work.learner, num_iterations=iterations)
+    state = learner.init(*variables_of(agent))._replace(num_steps=torch.tensor(16))
+    generator = torch.Generator().manual_seed(secrets.randbits(32))
+    sizes = [p.numel() for p in state.params.values()]
+    scales = 0.5 * torch.rand(updates, 1, generator=generator) / sum(sizes) ** 0.5 * 2
+    gradients = scales * torch.randn(updates, sum(sizes), generator=generator)
+    assert {bool(g.norm() > work.learner.max_grad_norm) for g in gradients} == {False, True}
+    begun = {name: p.numpy() for name, p in state.params.items()}
+    np.savez(tmp_path / "in.npz", gradients=gradients.numpy(), **begun)
+    code = """
+        import sys, jax, jax.numpy as jnp, numpy as np, jax_ppo
+        folder, iterations = sys.argv[1], int(sys.argv[2])
+        given = {k: jnp.asarray(x) for k, x in np.load(folder + "/in.npz").items()}
+        gradients, work = given.pop("gradients"), jax_ppo.WORK["cartpole"]()
+        zeros = jax.tree.map(jnp.zeros_like, given)
+        params, opt = given, jax_ppo.Adam(zeros, zeros, jnp.int32(0))
+        ends = np.cumsum([0] + [x.size for x in given.values()])
+        opt = opt._replace(count=jnp.int32(16))
+        for gradient in gradients:
+            parts = [gradient[a:b] for a, b in zip(ends, ends[1:])]
+            of = {k: x.reshape(given[k].shape) for k, x in zip(given, parts)}
+            params, opt = jax_ppo.adam_step(work, params, opt, of, iterations)
+        np.savez(folder + "/out.npz", **params)
+    """
+    run_jax(code, tmp_path, iterations)
+    for gradient in gradients:
+        parts = dict(zip(state.params, gradient.split(sizes), strict=True))
+        own = {name: part.reshape(state.params[name].shape) for name, part in parts.items()}
+        state, _ = learner.apply_sum(state, torch.cat([learner.groups.flat(own), torch.tensor([1.0])]), ())
+    theirs = np.load(tmp_path / "out.npz")
+    for name, p in state.params.items():
+        moved, expected = p.numpy() - begun[name], theirs[name] - begun[name]
+        assert np.abs(expected).max() > 1e-4
+        np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-6)
 
 
 @has_jax

@@ -213,7 +213,7 @@ def require_the_same_update(name, *, compiled, device):
         torch.testing.assert_close(found.state.learner.params[key].cpu(), x, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["KLPENPPOLoss", "dqn"])
+@pytest.mark.parametrize("name", [pytest.param("KLPENPPOLoss", marks=pytest.mark.slow), "dqn"])
 def test_a_compiled_iteration_is_an_uncompiled_one(name):
     require_the_same_update(name, compiled=True, device="cpu")
 

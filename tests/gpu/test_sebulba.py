@@ -108,7 +108,7 @@ def require_the_same_update(agent, host, *, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-@pytest.mark.parametrize("agent", ["clip_ppo_loss", *FALL_BACK])
+@pytest.mark.parametrize("agent", [pytest.param("clip_ppo_loss", marks=pytest.mark.slow), *FALL_BACK])
 def test_compiled_actors_and_learner_do_what_uncompiled_ones_do(agent):
     require_the_same_update(agent, False, device="cpu")
 

@@ -48,6 +48,7 @@ from torchpod.specs import Box
 from torchpod.types import Batch
 
 
+@pytest.mark.slow
 def test_ppo_of_torchrl_learns_cartpole_in_the_compiled_loop(recwarn):
     env, seed = CartPole(), 1  # of ten seeds nine reach 480 to 500, and seed 0 463
     settings = TorchRLConfig("ClipPPOLoss", {"clip_value": True, "loss_critic_type": "l2", "critic_coeff": 0.25})
@@ -435,7 +436,7 @@ def test_vtrace_corrects_for_an_actor_that_has_moved_on(kind, seed):
         torch.testing.assert_close(steps["value_target"][t], next_target, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+@pytest.mark.parametrize("loop", [pytest.param("anakin", marks=pytest.mark.slow), "sebulba"])
 def test_vtrace_compiles_and_lets_a_loss_learn_from_older_actions(loop, seed, recwarn):
     env, ends = CartPole(max_episode_steps=9), []
     for enabled in (True, False):

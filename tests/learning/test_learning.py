@@ -270,6 +270,7 @@ def test_ppo_balances_braxs_inverted_pendulum(tmp_path):
     assert sebulba_return("experiment=ppo_brax_inverted_pendulum", folder=tmp_path / "run") >= 950
 
 
+@pytest.mark.slow
 def test_a_gru_solves_memory_chain_in_the_other_loop_too(tmp_path):
     """Chance, which is what an agent without memory gets, is 0; see the next test."""
     assert sebulba_return("experiment=memory_chain", "compile=false", folder=tmp_path / "run") >= 0.95
