@@ -21,9 +21,9 @@ OBSERVATION_LOGITS = ["observation"], ["logits"]
 
 
 class Sums(nn.Module):
-    def __init__(self, size):
+    def __init__(self, size, inputs=4):
         super().__init__()
-        self.layer = nn.Linear(4, size)
+        self.layer = nn.Linear(inputs, size)
 
     def forward(self, x):
         return self.layer(x)
@@ -42,8 +42,8 @@ def q_actor(size=2):
     return QValueActor(Sums(size), in_keys=["observation"], spec=Categorical(size))
 
 
-def gaussian(size, **own):
-    net = nn.Sequential(Sums(2 * size), NormalParamExtractor())
+def gaussian(size, inputs=4, **own):
+    net = nn.Sequential(Sums(2 * size, inputs), NormalParamExtractor())
     return ProbabilisticActor(
         TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
@@ -64,5 +64,5 @@ def discrete_sac(actor, values):
     return DiscreteSACLoss(actor, values, action_space="categorical", num_actions=2)
 
 
-def critic(size=1):
-    return ValueOperator(Sums(size), in_keys=["observation"])
+def critic(size=1, inputs=4):
+    return ValueOperator(Sums(size, inputs), in_keys=["observation"])

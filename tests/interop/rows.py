@@ -6,10 +6,11 @@ import torchrl
 import torchrl.objectives
 from tensordict import TensorDict
 from torch.utils import _pytree as pytree
+from torchrl.data import Bounded
 from torchrl.modules import PopArtValueNorm, RunningValueNorm
-from torchrl.objectives import MAPPOLoss
+from torchrl.objectives import MAPPOLoss, SACLoss
 
-from tests.interop.actors import SPEC, categorical, critic
+from tests.interop.actors import SPEC, categorical, critic, gaussian, q_critic
 from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.algos.torchrl import CONTINUOUS, LOSSES, MULTI_AGENT, OFF_POLICY, TorchRLConfig, parts, torchrl_agent
@@ -23,6 +24,7 @@ from torchpod.rollout import make_step, start, unroll
 from torchpod.types import LAST, Batch
 
 T, B = 8, 8
+SAC_V1 = "SACLoss, first version"
 NORMS = {
     "PopArtValueNorm": lambda: PopArtValueNorm(shape=1, beta=0.9),
     "RunningValueNorm": lambda: RunningValueNorm(shape=1),
@@ -46,6 +48,20 @@ def mappo(norm="PopArtValueNorm"):
 
 def mappo_agent(norm="PopArtValueNorm"):
     return LossAgent(*mappo(norm), spec=SPEC)
+
+
+def sac_v1():
+    """Actor and loss of SAC's first version, with a network of values of states, for the pendulum."""
+    actor = gaussian(1, 3, distribution_kwargs={"low": -2.0, "high": 2.0})
+    action = Bounded(-2.0, 2.0, (1,))
+    return actor, SACLoss(actor, q_critic(4), critic(inputs=3), action_spec=action, delay_value=True)
+
+
+OWN = {
+    "MAPPOLoss": (mappo, mappo_agent),
+    SAC_V1: (sac_v1, lambda: LossAgent(*sac_v1(), spec=Pendulum().spec, target_rate=0.1)),
+}
+"""What is not made by name."""
 
 
 @torch.no_grad()
@@ -105,9 +121,9 @@ def of_both(name, env, seed, **arguments):
     """Our agent, and a loss of TorchRL's with the same numbers."""
     torch.manual_seed(seed)
     with torch.random.fork_rng():
-        agent = mappo_agent() if name == "MAPPOLoss" else torchrl_agent(env.spec, config(name, **arguments))
+        agent = OWN[name][1]() if name in OWN else torchrl_agent(env.spec, config(name, **arguments))
     torch.manual_seed(seed)  # and again, for a loss of its own
-    actor, loss = mappo() if name == "MAPPOLoss" else parts(env.spec, config(name, **arguments))
+    actor, loss = OWN[name][0]() if name in OWN else parts(env.spec, config(name, **arguments))
     if name in OFF_POLICY and name != "DistributionalDQNLoss":
         loss.make_value_estimator(gamma=0.97)
     if name == "IPPOLoss":  # TorchRL's default is per agent

@@ -13,6 +13,7 @@ from torchrl.objectives import A2CLoss, SoftUpdate
 
 from tests.interop.actors import SPEC, categorical
 from tests.interop.rows import (
+    SAC_V1,
     THERE,
     B,
     T,
@@ -45,11 +46,12 @@ UPDATES = 3
 CASES = [
     *((name, CartPole, {}) for name in THERE if name not in CONTINUOUS),
     *((name, Pendulum, {}) for name in THERE if name in CONTINUOUS or name in ON_POLICY),
+    (SAC_V1, Pendulum, {}),
     ("ClipPPOLoss", CartPole, {"clip_value": 1e-3}),
     ("A2CLoss", CartPole, {"clip_value": 1e-3}),
     ("ClipPPOLoss", CartPole, {"normalize_advantage": True}),
 ]
-NOISY = ("CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss")
+NOISY = ("CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss", SAC_V1)
 """Whose actions are drawn from normal numbers in float32: logarithms and cosines, which compilers round otherwise."""
 QUICK = [("A2CLoss", CartPole, {}), ("DQNLoss", CartPole, {})]
 """To compile."""
