@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from torchpod.envs import CovidEconomy, TagContinuous, TagGridWorld
 from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 from torchpod.nets.heads import make_head
+from torchpod.probe import status_bytes
 from torchpod.trees import contiguous
 from torchpod.types import FIRST, Tree
 
@@ -258,9 +258,7 @@ class Prepared:
             wall_s.append(time.perf_counter() - wall)
             cpu_s.append(time.process_time() - cpu)
         rates = [steps / wall for steps, wall in zip(moved, wall_s, strict=True)]
-        peak = (
-            torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        )
+        peak = torch.cuda.max_memory_allocated() if on_gpu else status_bytes(os.getpid(), "VmHWM")
         learns, stores = mode == "update", mode in ("rollout", "update")
         carried = sum(x.nbytes for x in pytree.tree_leaves(replay.state.carry))
         measured = {

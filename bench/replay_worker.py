@@ -6,7 +6,7 @@ taskset -c 0 python -m torchpod.bench.replay_worker --case sample_vector --side 
 import argparse
 import json
 import math
-import resource
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torchpod import random
 from torchpod.bench.rates import report
 from torchpod.compile import Compiler
+from torchpod.probe import status_bytes
 from torchpod.replay import Priorities, ReplayBuffer, ReplayConfig, Sample
 from torchpod.types import MID, ActorOutput, TimeStep, Trajectory, Tree
 
@@ -247,7 +248,7 @@ def main() -> None:
     call = sides[args.side](case, args.seed)
     rates = {"seconds": args.seconds, "repeats": args.repeats, "packages": ("torch", "torchrl", "numpy")}
     told = report(call, framework=args.side, work=work, rows_per_call=rows, **rates)
-    memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    memory_bytes = status_bytes(os.getpid(), "VmHWM")
     print(json.dumps(told | {"memory_bytes": memory_bytes}))
 
 

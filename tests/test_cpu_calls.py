@@ -1,5 +1,6 @@
 """The steps of an unroll in C++ beside the same steps called from Python: equal to the bit."""
 
+import os
 import secrets
 
 import pytest
@@ -13,6 +14,7 @@ from torchpod.config import load
 from torchpod.envs import CartPole
 from torchpod.inductor import Compiled
 from torchpod.makers import make_agent, make_env
+from torchpod.probe import status_bytes
 from torchpod.rollout import Recorder, make_step, start, unroll
 from torchpod.trees import stack
 from torchpod.types import Carry, TimeStep
@@ -181,22 +183,17 @@ def test_a_carry_that_changes_after_the_first_step_is_left_to_python(reward, run
 
 
 def test_memory_does_not_grow(seed):
-    import resource
-
     env = make_env(load([]).env)
     agent = make_agent(load(["algo.agent.hidden=[16]"]).algo, env.spec)()
     keys = random.split(random.key(seed), 512).reshape(2, 256, 3)
     variables, step = variables_of(agent)[0] | variables_of(agent)[1], Compiler(True)(make_step(agent, env))
     carry = start(agent, env, keys[0])
 
-    def peak():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
-
     for i in range(200):
         carry, _ = unroll(step, variables, carry, *keys, length=64)
         if i == 20:
-            settled = peak()
-    assert peak() - settled < 20_000  # a trajectory has 700 KB, 180 of them 126 MB
+            settled = status_bytes(os.getpid(), "VmRSS")
+    assert status_bytes(os.getpid(), "VmRSS") - settled < 20_000_000  # a trajectory has 700 KB, 180 of them 126 MB
 
 
 @torch.library.custom_op(OP, mutates_args=())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchpod import probe
-from torchpod.probe import Answer, ProbeError, answer, available_bytes, measure, private_bytes
+from torchpod.probe import Answer, ProbeError, answer, available_bytes, measure, private_bytes, status_bytes
 
 SMALL = ["env=cartpole", "compile=false", "num_envs=8", "algo.unroll_length=8", "algo.agent.hidden=[8]"]
 
@@ -102,6 +102,14 @@ def test_memory_is_counted_with_that_of_children():
         assert private_bytes(os.getpid()) - private_bytes(child.pid) < private_bytes(os.getpid()) - 190e6
         child.kill()
     assert private_bytes(child.pid) == 0
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
+    code = "import os; from torchpod.probe import status_bytes; print(status_bytes(os.getpid(), 'VmHWM'))"
+    held = bytearray(2 << 30)
+    command = [sys.executable, "-c", code]
+    found = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 0 < found < len(held) < status_bytes(os.getpid(), "VmHWM")
 
 
 @pytest.mark.parametrize(

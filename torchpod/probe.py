@@ -112,7 +112,7 @@ def measure(overrides: Sequence[str], *, seconds: float, limit: int | None, on_c
 
 def private_bytes(pid: int) -> int:
     """What a process and its descendants hold for themselves: memory, not mapped files. 0 if it is gone."""
-    return _status(pid, "RssAnon", "RssShmem") + sum(map(private_bytes, _children(pid)))
+    return status_bytes(pid, "RssAnon", "RssShmem") + sum(map(private_bytes, _children(pid)))
 
 
 def available_bytes() -> int:
@@ -126,8 +126,11 @@ def available_bytes() -> int:
     return int(min([machine, *map(_left_in, _cgroups())]))
 
 
-def _status(pid: int, *names: str) -> int:
-    """The sum of these lines of /proc/PID/status, in bytes."""
+def status_bytes(pid: int, *names: str) -> int:
+    """The sum of these lines of /proc/PID/status, in bytes; 0 of a process that has ended.
+
+    The peak `VmHWM` is that of the program. `getrusage` begins with the peak of the process that started it.
+    """
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -234,7 +237,7 @@ def _probe(config: TrainConfig, seconds: float, limit: int | None) -> Answer:
 def _most_held() -> int:
     """The most that this process has held for itself so far, and what its workers hold now."""
     own = os.getpid()
-    return _status(own, "VmHWM") - _status(own, "RssFile") + sum(map(private_bytes, _children(own)))
+    return status_bytes(own, "VmHWM") - status_bytes(own, "RssFile") + sum(map(private_bytes, _children(own)))
 
 
 def _told(error: Exception) -> dict[str, Any]:
