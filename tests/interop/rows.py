@@ -33,7 +33,7 @@ THERE = sorted(name for name in LOSSES.keys() - MULTI_AGENT if hasattr(torchrl.o
 
 
 def env_for(name, **own):  # losses for groups of agents have tests of their own, in tests/algos
-    return Pendulum(**own) if name in CONTINUOUS else CartPole(**own)
+    return Pendulum(**own) if name in {*CONTINUOUS, SAC_V1} else CartPole(**own)
 
 
 def config(name, **arguments):

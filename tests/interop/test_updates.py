@@ -47,6 +47,7 @@ CASES = [
     *((name, CartPole, {}) for name in THERE if name not in CONTINUOUS),
     *((name, Pendulum, {}) for name in THERE if name in CONTINUOUS or name in ON_POLICY),
     (SAC_V1, Pendulum, {}),
+    *((name, CartPole, {}) for name in sorted(MULTI_AGENT)),
     ("ClipPPOLoss", CartPole, {"clip_value": 1e-3}),
     ("A2CLoss", CartPole, {"clip_value": 1e-3}),
     ("ClipPPOLoss", CartPole, {"normalize_advantage": True}),
@@ -154,16 +155,16 @@ def test_updates_are_those_of_torchrl_and_torch_optim(compiled, name, make_env, 
     assert max(float((x.detach() - before[key]).abs().max()) for key, x in own.items()) > 1e-3
 
 
-SLOW_TO_TRACE = {"CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss"}
+SLOW_TO_TRACE = {"CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss", SAC_V1}
 
 
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW_TO_TRACE else ()) for x in THERE])
+@pytest.mark.parametrize("name", with_slow([*THERE, SAC_V1, *sorted(MULTI_AGENT)], SLOW_TO_TRACE))
 def test_the_program_of_an_update_is_exact(name, seed):
     """What inductor compiles, here not compiled: in float64, where the policy is not the one that acted."""
     torch.manual_seed(seed)
     env = env_for(name, max_episode_steps=T)
-    agent = torchrl_agent(env.spec, config(name))
+    agent, _ = of_both(name, env, seed)
     trajectory, exact = ended(collect(agent, env, seed)), 1e-9
     if name == "DistributionalDQNLoss":  # makes float32 tensors itself
         trajectory, exact = collect(agent, env, seed), 1e-5
