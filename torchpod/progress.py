@@ -28,7 +28,14 @@ class Advice(NamedTuple):
 
 
 def advise(
-    env: Env, *, lag: int | Literal["free"], max_lag: int | None, pools: int, num_epochs: int, num_minibatches: int
+    env: Env,
+    *,
+    lag: int | Literal["free"],
+    max_lag: int | None,
+    pools: int,
+    may_share: bool,
+    num_epochs: int,
+    num_minibatches: int,
 ) -> Advice:
     """Advice that can be followed.
 
@@ -37,13 +44,18 @@ def advise(
       lag: of the loop.
       max_lag: the most that the agent takes; None: any.
       pools: of environments, over all actor threads.
+      may_share: whether a GPU decides, and threads stand still meanwhile: `loop.pools_share_threads` is off.
       num_epochs: of the learner.
       num_minibatches: of the learner.
     """
     environments = getattr(env, "advice", "raise loop.num_actor_threads")
     if (num_threads := getattr(env, "num_threads", None)) is not None:
         free = pools * num_threads < cores()
-        environments = "raise env.num_threads" if free else "they have a thread for every core"
+        environments = "they have a thread for every core"
+        if may_share:
+            environments = "set loop.pools_per_actor=2 and loop.pools_share_threads=true"
+        if free:
+            environments = "raise env.num_threads"
     laggable = lag != "free" and (max_lag is None or lag < max_lag)
     update = "take a smaller network"
     if num_minibatches > 1:

@@ -468,6 +468,7 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | 
                 lag=config.loop.lag,
                 max_lag=loop.agent.max_lag,
                 pools=len(loop.envs),
+                may_share=loop.device.type == "cuda" and not config.loop.pools_share_threads,
                 num_epochs=learner.num_epochs,
                 num_minibatches=learner.num_minibatches,
             )
