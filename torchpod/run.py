@@ -46,6 +46,7 @@ from torchpod.run_folder import (
     write_text,
 )
 from torchpod.sebulba import Sebulba, devices_of
+from torchpod.sebulba.actor import splits
 from torchpod.sinks import CsvSink, TensorBoardSink, WandbSink
 from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
@@ -467,8 +468,11 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | 
                 env,
                 lag=config.loop.lag,
                 max_lag=loop.agent.max_lag,
-                pools=len(loop.envs),
-                may_share=loop.device.type == "cuda" and not config.loop.pools_share_threads,
+                pools=loop.num_actors * config.loop.pools_per_actor,
+                may_share=loop.device.type == "cuda"
+                and not config.loop.pools_share_threads
+                and splits(env, "in_batches")
+                and env.spec.groups is None,
                 num_epochs=learner.num_epochs,
                 num_minibatches=learner.num_minibatches,
             )

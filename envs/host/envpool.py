@@ -1,5 +1,6 @@
 """EnvPool as a host environment: Atari, MuJoCo, DMC, Procgen and more, all of a batch in one call, in C++ threads."""
 
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -99,7 +100,8 @@ class EnvPool:
             pool.async_reset()
             batches = Batches(pool, num_envs, num)
             first = [batches.recv(i) for i in range(num)]
-        self.batches = [Batch(self._translated, batches, i) for i in range(num)]
+        translated = self._translated.of_a_pool()
+        self.batches = [Batch(translated, batches, i) for i in range(num)]
         return None, _side_by_side([batch.begin(seen) for batch, seen in zip(self.batches, first, strict=True)])
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
@@ -231,6 +233,12 @@ class _Translated:
             self.players = _Players(self.spec, config.max_num_players, "info:current_player" in spec.state_array_spec)
             self.spec = self.players.spec
         self._episodic_life: bool = getattr(config, "episodic_life", False)
+
+    def of_a_pool(self) -> "_Translated":
+        """For one pool: who moves in a game of turns is remembered from one step to the next."""
+        new = copy.copy(self)
+        new.players = copy.copy(self.players)
+        return new
 
     def native(self, action: Tree, num_envs: int) -> Any:
         """Actions as EnvPool takes them.

@@ -1,5 +1,6 @@
 """EnvPool behind the contract: every family, and above all where episodes end."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -312,6 +313,25 @@ def test_players_stay_with_their_environment_whatever_the_threads(name, seed):
     one, two = run(1), run(2)
     assert (one.step_type == LAST).any()
     pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), one, two)
+
+
+def test_copies_of_a_game_in_turns_do_not_move_for_each_other(seed):
+    """Sebulba has a copy for every pool."""
+
+    def played(envs):
+        """In turns; who acts for environment `i` is drawn from seeds of its own."""
+        seen = {i: [env.init(keys(4, seed + i))[1]] for i, env in envs.items()}
+        for step in range(30):
+            for i, env in envs.items():
+                action = random_action(env.spec, seen[i][-1].observation, random.at(keys(4, seed + 9 + i), step))
+                seen[i].append(env.step(None, action, keys(4))[1])
+        return seen
+
+    env = EnvPool("TicTacToe-v1")
+    together = played({i: copy.copy(env) for i in range(2)})
+    for i in range(2):
+        alone = played({i: EnvPool("TicTacToe-v1")})[i]
+        pytree.tree_map(partial(torch.testing.assert_close, rtol=0, atol=0), together[i], alone)
 
 
 def test_many_agents_learn_a_game():
