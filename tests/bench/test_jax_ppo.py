@@ -127,7 +127,7 @@ def test_the_optimizer_takes_the_steps_of_ours(tmp_path):
     state = learner.init(*variables_of(agent))._replace(num_steps=torch.tensor(16))
     generator = torch.Generator().manual_seed(secrets.randbits(32))
     sizes = [p.numel() for p in state.params.values()]
-    scales = 0.5 * torch.rand(updates, 1, generator=generator) / sum(sizes) ** 0.5 * 2
+    scales = torch.rand(updates, 1, generator=generator) / sum(sizes) ** 0.5  # norms from 0 to 1
     gradients = scales * torch.randn(updates, sum(sizes), generator=generator)
     assert {bool(g.norm() > work.learner.max_grad_norm) for g in gradients} == {False, True}
     begun = {name: p.numpy() for name, p in state.params.items()}
