@@ -6,7 +6,8 @@ The budget is the one of suite `anakin`: environments, + inference (`act_...`), 
 actor threads and with one that has two pools, whose threads are their own or in common, beside (a) the same work in
 turn in one thread, and (b) a plain PyTorch loop (bench/peers/plain_ppo.py). Every side runs at its better number of
 OpenMP threads and, with one pool, of EnvPool's: all are tried in the first round, the better half again in each that
-follows, and the rounds of the best are reported. The best layout must reach the goals.
+follows, and the rounds of the best are reported. The best layout must reach the goals: it is a
+setting, and which is best depends on the environment.
 
 Rows `paced_...` are for machines with a GPU: EnvPool's steps where actors sleep before each, as long as a GPU needs
 them to, beside EnvPool alone: what share of its steps is left. Read harness.py first.
@@ -213,7 +214,7 @@ def missed(name: str, rows: list[Row]) -> list[str]:
     for work, peer, goal in goals:
         best = max(by_name[f"{work}_{name}_{layout}_vs_{peer}"].ratio or 0.0 for layout in LAYOUTS)
         if best < goal:
-            found.append(f"{work}_{name}: {best:.2f} x {peer} in the best layout, the goal is {goal}.")
+            found.append(f"{work}_{name}: {best:.3f} x {peer} in the best layout, the goal is {goal}.")
     used = [by_name[row].value or 0.0 for layout in LAYOUTS if (row := f"cpu_{name}_{layout}") in by_name]
     busy = max(used, default=0.0)
     if busy < BUSY_GOAL.get(name, 0.0):

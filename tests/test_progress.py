@@ -153,7 +153,7 @@ def test_the_line_says_which_side_of_sebulba_starves(waits, said):
     assert said in out.getvalue()
 
 
-GIVEN = {"lag": 1, "max_lag": 1, "pools": 1, "may_share": False, "num_epochs": 1, "num_minibatches": 1}
+GIVEN = {"lag": 1, "max_lag": 1, "queue_size": 1, "pools": 1, "may_share": False, "num_epochs": 1, "num_minibatches": 1}
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,14 @@ GIVEN = {"lag": 1, "max_lag": 1, "pools": 1, "may_share": False, "num_epochs": 1
         (0, 0, "raise algo.unroll_length or num_envs"),
         (0, 1, "raise loop.lag"),
         (1, 1, "raise algo.unroll_length or num_envs"),
-        (3, None, "raise loop.lag"),
-        ("free", None, "raise algo.unroll_length or num_envs"),
+        (1, None, "raise loop.lag"),
+        (2, None, "raise loop.lag and loop.queue_size"),
+        (3, None, "raise loop.queue_size"),
+        (3, 3, "raise loop.queue_size"),
+        ("free", None, "raise loop.queue_size"),
     ],
 )
-def test_a_lag_that_the_agent_refuses_is_not_advised(lag, max_lag, turns):
+def test_a_lag_that_the_agent_refuses_or_the_queue_leaves_without_effect_is_not_advised(lag, max_lag, turns):
     assert advise(HostEnv(CartPole()), **GIVEN | {"lag": lag, "max_lag": max_lag}).turns == turns
 
 

@@ -32,6 +32,7 @@ def advise(
     *,
     lag: int | Literal["free"],
     max_lag: int | None,
+    queue_size: int,
     pools: int,
     may_share: bool,
     num_epochs: int,
@@ -43,6 +44,7 @@ def advise(
       env: it may know what makes it faster (`Env.advice`), or have threads of its own (EnvPool's `num_threads`).
       lag: of the loop.
       max_lag: the most that the agent takes; None: any.
+      queue_size: of the loop. An actor is that many unrolls ahead, and one in its hands: more lag changes nothing.
       pools: of environments, over all actor threads.
       may_share: whether a GPU decides, and threads stand still meanwhile: `loop.pools_share_threads` is off.
       num_epochs: of the learner.
@@ -56,13 +58,16 @@ def advise(
             environments = "set loop.pools_per_actor=2 and loop.pools_share_threads=true"
         if free:
             environments = "raise env.num_threads"
-    laggable = lag != "free" and (max_lag is None or lag < max_lag)
     update = "take a smaller network"
     if num_minibatches > 1:
         update = "lower algo.learner.num_minibatches"
     if num_epochs > 1:
         update = "lower algo.learner.num_epochs"
-    turns = "raise loop.lag" if laggable else "raise algo.unroll_length or num_envs"
+    turns = "raise algo.unroll_length or num_envs"
+    if lag == "free" or lag > queue_size + 1:
+        turns = "raise loop.queue_size"
+    elif max_lag is None or lag < max_lag:
+        turns = "raise loop.lag" + (" and loop.queue_size" if lag > queue_size else "")
     return Advice(environments, turns, update)
 
 

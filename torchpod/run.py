@@ -468,6 +468,7 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | 
                 env,
                 lag=config.loop.lag,
                 max_lag=loop.agent.max_lag,
+                queue_size=config.loop.queue_size,
                 pools=loop.num_actors * config.loop.pools_per_actor,
                 may_share=loop.device.type == "cuda"
                 and not config.loop.pools_share_threads

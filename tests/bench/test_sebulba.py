@@ -105,11 +105,11 @@ def test_goals_are_those_of_the_best_layout(tmp_path, monkeypatch):
     assert status == 1
     share = 1 / harness.hardware()["cores"]
     assert document["failures"] == [
-        "ppo_x: 6.00 x plain in the best layout, the goal is 6.5.",
+        "ppo_x: 6.000 x plain in the best layout, the goal is 6.5.",
         f"cpu_x: at most {share:.0%} of all cores are busy, the goal is 150%.",
     ]
     monkeypatch.setattr(sebulba, "LAYOUTS", {"1_actors": ("--actors", "1", "--pools", "4")})
-    assert "act_x: 0.50 x sync in the best layout, the goal is 1.0." in run(tmp_path, 5)[1]["failures"]
+    assert "act_x: 0.500 x sync in the best layout, the goal is 1.0." in run(tmp_path, 5)[1]["failures"]
 
 
 def test_unequal_work_fails(tmp_path, monkeypatch):

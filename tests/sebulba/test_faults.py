@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import gymnasium
 import pytest
@@ -15,10 +16,11 @@ from torchpod.anakin import NonFiniteError
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
-from torchpod.envs.host import Gymnasium
+from torchpod.envs.host import EnvPool, Gymnasium
+from torchpod.envs.host.batches import Batches
 from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig
-from torchpod.sebulba.actor import Actor
-from torchpod.sebulba.exchange import Phases
+from torchpod.sebulba.actor import Actor, Pool
+from torchpod.sebulba.exchange import Exchange, Phases
 
 __all__ = ["no_thread_is_left"]  # a fixture that every test here uses
 
@@ -142,6 +144,57 @@ def test_a_reward_that_is_no_number_stops_the_run_with_the_trajectory(seed):
     with pytest.raises(NonFiniteError) as caught:
         run(sebulba, sebulba.init(seed))
     assert caught.value.iteration == 3 and caught.value.trajectory.timestep.reward.isnan().any()
+
+
+def test_environments_that_come_back_late_are_closed_once_by_whoever_is_second():
+    """Threads that end about when they are no longer waited for, some before and some after."""
+    closed, late = [], []
+    for i in range(200):
+        over = threading.Event()
+        pool = SimpleNamespace(env=SimpleNamespace(close=lambda i=i: closed.append(i)), carry=None)
+        options = {"length": 1, "refresh": False, "workers": [], "timeout_s": 60.0}
+        actor = Actor(0, [cast(Pool, pool)], Phases("env"), torch.device("cpu"), **options)
+        actor.produce = lambda exchange, number, over=over: over.wait(10) and exchange.newest()
+        exchange = Exchange([actor.phases], lag=0, capacity=1, timeout_s=60.0)
+        exchange.close()
+        actor.begin(exchange, 0)
+        threading.Timer(5e-4, over.set).start()
+        actor.join(time.perf_counter() + 5e-6 * i)
+        late.append(actor._abandoned)
+        actor._thread.join(10)
+    assert closed == sorted(closed) == list(range(200)) and True in late and False in late
+
+
+@pytest.mark.parametrize("fails", ["actor", "learner"])
+def test_pools_that_share_threads_are_closed_while_steps_are_under_way(seed, monkeypatch, fails):
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    closed, sent, close, send, calls = [], [], Batches.close, Batches.send, []
+
+    def closing(batches):
+        closed.append(batches)
+        close(batches)
+
+    def sending(batches, batch, action):
+        sent.append(batch)
+        send(batches, batch, action)
+        if fails == "actor" and len(sent) == 40:
+            raise OSError("no way on")
+
+    def update(*args):
+        calls.append(args)
+        if fails == "learner" and len(calls) == 4:
+            raise OSError("no way on")
+        return Sebulba.update(sebulba, *args)
+
+    config = SebulbaConfig(pools_per_actor=2, pools_share_threads=True)
+    sebulba = make(config, env=EnvPool("CartPole-v1", num_threads=2))
+    state = sebulba.init(seed)
+    for name, own in (("close", closing), ("send", sending)):
+        monkeypatch.setattr(Batches, name, own)
+    monkeypatch.setattr(sebulba, "update", update)
+    with pytest.raises(ActorError if fails == "actor" else OSError, match="no way on"):
+        run(sebulba, state)
+    assert len({id(batches) for batches in closed}) == 2 and set(sent) == {0, 1}
 
 
 def test_a_learner_that_fails_takes_its_actors_along(seed, monkeypatch):

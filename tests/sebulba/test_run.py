@@ -207,6 +207,33 @@ def test_train_eval_and_resume_on_gymnasium(capsys, algo):
     assert int(checkpoint.latest(Path("run")).name) == 8
 
 
+def test_pools_may_share_threads_from_one_start_of_a_run_to_the_next():
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    env = ("env=envpool", "env.task=CartPole-v1", "env.num_threads=2", "loop.pools_per_actor=2")
+    for run, first in (("a", "false"), ("b", "true")):
+        assert train(*env, f"loop.pools_share_threads={first}", f"total_env_steps={3 * STEPS}", f"run_dir={run}") == 0
+        other = {"false": "true", "true": "false"}[first]
+        shares = f"loop.pools_share_threads={other}"
+        assert main(["train", f"resume={run}", shares, f"total_env_steps={6 * STEPS}"]) == 0
+    runs = [[json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in "ab"]
+    for name in ("iteration", "env_steps", "loss", "grad_norm"):
+        assert [row[name] for row in runs[0]] == [row[name] for row in runs[1]]
+    assert [row["iteration"] for row in runs[0]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("task", ["TicTacToe-v1", "IntersectionMultiAgent-v1"])
+def test_a_game_of_several_players_is_trained_resumed_and_evaluated(capsys, task):
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    env = ("algo=ippo", "env=envpool", f"env.task={task}", "loop.pools_per_actor=2")
+    assert train(*env, f"total_env_steps={3 * STEPS}", "run_dir=run") == 0
+    assert main(["train", "resume=run", f"total_env_steps={5 * STEPS}"]) == 0
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
+    capsys.readouterr()
+    assert main(["eval", "run", "--episodes", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["episodes"] == 2
+
+
 @pytest.mark.parametrize("env", ["corridor.py:Corridor", "corridor.py:corridor"])
 def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
     assert train(f"env={env}", "+env.length=4", f"total_env_steps={2 * STEPS}", "run_dir=run") == 0

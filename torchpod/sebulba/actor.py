@@ -153,10 +153,12 @@ class Actor:
         self._handed: Handed | None = None
         self._variables: Variables = {}
         self._thread: threading.Thread | None = None
-        self._abandoned = False
+        self._ending = threading.Lock()
+        self._ended, self._abandoned = True, False  # who comes second of the thread and `join` closes the environments
 
     def begin(self, exchange: Exchange, first: int) -> None:
         """Starts the thread at unroll `first`."""
+        self._ended = False
         self._thread = threading.Thread(
             target=self._run, args=(exchange, first), name=f"torchpod-actor-{self.index}", daemon=True
         )
@@ -178,7 +180,8 @@ class Actor:
                     with contextlib.suppress(ValueError):  # the environment has closed it
                         process.kill()
                 self._thread.join(_KILLED_S)
-        self._abandoned = self._thread is not None and self._thread.is_alive()
+        with self._ending:
+            self._abandoned = not self._ended
         if not self._abandoned:
             close_all(pool.env for pool in self.pools)
 
@@ -226,5 +229,7 @@ class Actor:
         except BaseException as error:
             exchange.fail(self.index, error)
         finally:
+            with self._ending:
+                self._ended = True
             if self._abandoned:  # by `join`: its environments came back too late
                 close_all(pool.env for pool in self.pools)

@@ -87,13 +87,13 @@ class Program:
 
     def __call__(self) -> dict[str, Tensor]:
         """One iteration; returns its metrics."""
-        number, began = self._iteration, time.perf_counter()
+        number, began, occupancy = self._iteration, time.perf_counter(), self._exchange.occupancy()
         if self._threaded:
             with span("get"):
                 items = self._exchange.collect()
         else:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
-        waited, occupancy = time.perf_counter() - began, self._exchange.occupancy()
+        waited = time.perf_counter() - began
         with span("update"):
             update = self._sebulba.fill if number < self.fill_iterations else self._update
             self._state, metrics = update(self._state, merge(items, self._sebulba.device))
