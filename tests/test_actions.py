@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from torchpod import random
-from torchpod.actions import closed_masks, random_action
+from torchpod.actions import closed_masks, open_masks, random_action
 from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
 
 
@@ -33,3 +33,4 @@ def test_masks_that_allow_nothing_are_named():
     assert closed_masks(spec, seen | {"a": {"action_mask": one | True}, "b": {"action_mask": one & False}}) == [
         "observation['b']['action_mask'] must allow at least one action in every row."
     ]
+    assert [x.shape for x in open_masks(spec, seen).values()] == [(5, 4, 2), (5, 4, 2), (5, 4, 1)]

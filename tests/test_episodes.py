@@ -6,6 +6,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod.episodes import average, count_episodes, counting, mean_metrics, names_of, none_yet
+from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
 from torchpod.types import FIRST, LAST, MID, TimeStep
 
 
@@ -58,7 +59,7 @@ def test_returns_and_lengths_equal_a_loop_over_several_trajectories(rng, length,
         step_type, reward, over = stream.trajectory(length)
         found = count_episodes(to_timestep(step_type, reward, over), running_return, running_length)
         running_return, running_length = found.running_return, found.running_length
-        expected = np.zeros(4)
+        expected = np.zeros(5)
         for t in range(1, length + 1):
             for b in range(size):
                 if step_type[t - 1, b] != LAST:
@@ -86,7 +87,7 @@ def test_an_episode_of_three_steps_by_hand():
         np.array([[False], [False], [True], [False], [False]]),
     )
     found = count_episodes(timestep, torch.tensor([10.0]), torch.tensor([5]))
-    assert found.sums.tolist() == [1, 13, 7, 3]
+    assert found.sums.tolist() == [1, 13, 7, 3, 0]
     assert found.running_return.tolist() == [4] and found.running_length.tolist() == [1]
 
 
@@ -101,7 +102,7 @@ def test_groups_count_the_means_over_their_agents_apart_and_their_sum(rng):
     before = torch.tensor(rng.integers(-9, 9, (size, 2)), dtype=torch.float32)
     found = count_episodes(timestep, before, torch.zeros(size, dtype=torch.int64))
     of_a, of_b = a[1:].double().mean(-1).sum() + before[:, 0].sum(), b[1:].double().sum() + before[:, 1].sum()
-    expected = torch.tensor([size, of_a + of_b, size * length, size * length, of_a, of_b]).double()
+    expected = torch.tensor([size, of_a + of_b, size * length, size * length, of_a, of_b, 0]).double()
     torch.testing.assert_close(found.sums, expected)
     assert found.running_return.shape == (size, 2) and not found.running_return.any()
     metrics = mean_metrics([{"episodes": found.sums}, {"episodes": found.sums}], names_of(timestep))
@@ -119,6 +120,30 @@ def test_groups_whose_episodes_go_on_keep_what_they_gained_since_the_last_end(rn
     torch.testing.assert_close(found.running_return[0, 0], a[3, 0].mean())
     torch.testing.assert_close(found.running_return[1, 0], 1 + a[1:, 1].mean(-1).sum())
     torch.testing.assert_close(found.sums[4].float(), 1 + a[1:3, 0].mean(-1).sum())
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_rows_of_masks_that_allow_nothing_are_counted(rng, groups):
+    mask, action = Array((5,), torch.bool), MultiDiscrete((2, 3))
+    spec = EnvSpec("masked", {"action_mask": mask}, action)
+    if groups:
+        spec = EnvSpec(
+            "masked", {"a": {"action_mask": mask}, "b": mask}, {"a": action, "b": action}, groups={"a": 2, "b": 1}
+        )
+    timestep = to_timestep(*Stream(rng, 4).trajectory(9))
+    may = rng.random((10, 4, 2, 5) if groups else (10, 4, 5)) < 0.4
+    seen = {"action_mask": torch.tensor(may)}
+    timestep = timestep._replace(observation={"a": seen, "b": seen["action_mask"]} if groups else seen)
+    zeros = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+    found = counting({}, spec)(timestep, *zeros)
+    closed = (~may[..., :2].any(-1)).sum() + (~may[..., 2:].any(-1)).sum()
+    assert found.sums[-1].item() == closed > 0
+    assert torch.equal(found.sums[:-1], count_episodes(timestep, *zeros).sums[:-1])
+
+
+SPEC = EnvSpec(
+    "pair", {"a": Array((1,)), "b": Array((1,))}, {"a": Discrete(2), "b": Discrete(2)}, groups={"a": 3, "b": 2}
+)
 
 
 def some(tree, axis):
@@ -155,9 +180,9 @@ def test_who_leaves_the_game_early_has_shorter_episodes(rng, length):
         kinds = torch.tensor(np.stack([kind for kind, *_ in rows]))
         alive = {g: torch.tensor(np.stack([x[g] for _, x, _ in rows])) for g in agents}
         raw = {g: torch.tensor(np.stack([x[g] for *_, x in rows])).float() for g in agents}
-        timestep = TimeStep(kinds, raw, raw, {}, {"raw_reward": raw, "game_over": kinds == LAST, "alive": alive})
+        timestep = TimeStep(kinds, raw, raw, raw, {"raw_reward": raw, "game_over": kinds == LAST, "alive": alive})
         first = pytree.tree_map(lambda x: x[0], timestep)
-        found = counting({"some": some})(timestep, *(running or none_yet(first, {"some": some})))
+        found = counting({"some": some}, SPEC)(timestep, *(running or none_yet(first, {"some": some})))
         running, sums = (found.running_return, found.running_length), sums + found.sums
         assert running[1].dtype == torch.int64
         left = [sum(kept["length"][g][:, n] for g, n in members) for members in parts.values()]
@@ -212,7 +237,7 @@ def test_reports_come_behind_the_returns_of_groups():
     timestep = TimeStep(step_type, {"a": a}, {"a": a}, {}, extras)
     found = count_episodes(timestep, torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64))
     assert names_of(timestep) == ["episode_return/a", "episode_rate"]
-    assert found.sums[4:].tolist() == [3, 4]  # one reward of the first episode, two of the second; 1 + 3
+    assert found.sums[4:].tolist() == [3, 4, 0]  # one reward of the first episode, two of the second; 1 + 3
 
 
 def test_means_are_taken_of_metrics_but_of_those_of_extremes():
@@ -231,6 +256,6 @@ def test_iterations_that_say_nothing_of_a_metric_are_left_out():
     found = average(history)
     for name, want in (("x", [-inf, 4, nan]), ("x_min", [-inf, 4, nan]), ("x_max", [5, 4, nan])):
         torch.testing.assert_close(found[name], torch.tensor(want), rtol=0, atol=0, equal_nan=True)
-    sums = torch.zeros(3, 4)
+    sums = torch.zeros(3, 5)
     metrics = mean_metrics([h | {"episodes": sums} for h in history])
     torch.testing.assert_close(metrics["x_max"], torch.tensor([5, 4, nan]).double(), equal_nan=True)

@@ -322,12 +322,26 @@ class TestNanGuard:
         assert checkpoint.latest(folder).name == f"{7:010d}"
         assert not any(x.isnan().any() for x in checkpoint.load_weights(checkpoint.latest(folder)).values())
 
-    def test_a_mask_that_allows_nothing_is_named(self, tmp_path: Path):
+    @pytest.mark.parametrize(
+        "algo",
+        [
+            "ppo",
+            "torchrl loss=ClipPPOLoss",
+            "dqn algo.learner.num_epochs=1 algo.replay.min_size=256",
+            "dqn algo.learner.num_epochs=1 algo.replay.min_size=1200",
+            "ppo loop=sebulba",
+        ],
+        ids=["ppo", "torchrl", "dqn", "dqn that fills", "sebulba"],
+    )
+    def test_a_mask_that_allows_nothing_is_named(self, tmp_path: Path, algo: str):
         """In the 8th iteration; `check_env` plays 100 steps."""
         overrides = [f"env={ENV_FILE}:Closing", "+env.limit=150", "+env.at=120", f"run_dir={tmp_path / 'a'}"]
         sentence = r"observation\['action_mask'\] must allow at least one action in every row\."
-        with pytest.raises(NonFiniteErrorInRun, match=f"of iteration 8 is not finite; .* The cause .*: {sentence}"):
-            execute(load([*SMALL, *overrides]))
+        message = f"nothing can be learned from iteration 8; the trajectory .* The cause .*: {sentence}"
+        with pytest.raises(NonFiniteErrorInRun, match=message):
+            execute(load([*SMALL, *f"algo={algo}".split(), *overrides]))
+        if "1200" not in algo:
+            assert checkpoint.latest(tmp_path / "a").name == f"{7:010d}"
 
 
 class TestUserEnvironment:

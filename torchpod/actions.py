@@ -31,12 +31,15 @@ def random_action(spec: EnvSpec, observation: Tree, keys: Tensor) -> Tree:
 
 
 def any_allowed(num_actions: int, observation: Tree, words: Tensor) -> Tensor:
-    """One of the discrete actions `[...]` that the observation's action mask allows, if it has one, by random words."""
+    """One of the discrete actions `[...]` that the observation's action mask allows, if it has one, by random words.
+
+    The last one, where it allows none.
+    """
     mask = mask_of(observation)
     if mask is None:
         return random.to_integer(words, num_actions)
     upto = mask.cumsum(-1)
-    return (upto <= random.to_integer(words, upto[..., -1]).unsqueeze(-1)).sum(-1)
+    return (upto <= random.to_integer(words, upto[..., -1]).unsqueeze(-1)).sum(-1).clamp(max=num_actions - 1)
 
 
 def require_finite(action: Tensor, what: str) -> None:
@@ -51,10 +54,15 @@ def require_finite(action: Tensor, what: str) -> None:
 
 def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
     """A sentence for each action mask in which a row allows nothing, whatever axes there are before the last."""
+    return [sentence for sentence, is_open in open_masks(spec, observation).items() if not is_open.all()]
+
+
+def open_masks(spec: EnvSpec, observation: Tree) -> dict[str, Tensor]:
+    """Whether each row of each action mask allows something, bool `[...]`, by the sentence that says it should."""
     owners = {"": (spec.action, observation)}
     if spec.groups is not None:
         owners = {f"[{group!r}]": (spec.action[group], observation[group]) for group in spec.groups}
-    found = []
+    found = {}
     for name, (action, own) in owners.items():
         mask = mask_of(own)
         if mask is None:
@@ -62,8 +70,8 @@ def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
         parts = mask_by_choice(mask, action)
         for i, part in enumerate(parts):
             where = f" of choice {i}" if len(parts) > 1 else ""
-            if not part.any(-1).all():
-                found.append(f"observation{name}['action_mask'] must allow at least one action{where} in every row.")
+            sentence = f"observation{name}['action_mask'] must allow at least one action{where} in every row."
+            found[sentence] = part.any(-1)
     return found
 
 

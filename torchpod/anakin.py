@@ -58,10 +58,10 @@ class RunState(NamedTuple):
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient was not finite. `trajectory` and `iteration` say from what."""
+    """A gradient was not finite, or a mask allowed nothing. `trajectory` and `iteration` say from what."""
 
     def __init__(self, iteration: int, trajectory: Trajectory) -> None:
-        super().__init__(f"the gradient of iteration {iteration} is not finite")
+        super().__init__(f"iteration {iteration}: the gradient is not finite, or a mask allowed nothing")
         self.iteration, self.trajectory = iteration, trajectory
 
 
@@ -130,7 +130,7 @@ def next_state(
     sums = ranks.sum(episodes.sums)
     return state._replace(
         carry=carry,
-        learner=learner,
+        learner=learner._replace(healthy=learner.healthy & (sums[..., -1] == 0)),
         episode_return=episodes.running_return,
         episode_length=episodes.running_length,
         iteration=state.iteration + 1,
@@ -182,7 +182,7 @@ class Anakin:
         self.learner = Learner(self.agent, learner, compiler=compiler, ranks=ranks, **length)
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env), fall_back=self.agent.may_fall_back)
-        self._count, self.phases = compiler(counting(self.agent.teams)), Phases(self.device, phases)
+        self._count, self.phases = compiler(counting(self.agent.teams, env.spec)), Phases(self.device, phases)
         self._through = self._reuse = self.replay = None
         if self.agent.replayed:
             sizes = {"num_envs": num_envs, "unroll_length": unroll_length}
@@ -277,8 +277,7 @@ def train(
       The report, and the program, whose `.state` may be read (or cloned) until the next call.
 
     Raises:
-      NonFiniteError: if no member of the population has a finite gradient any more. The program's `state` is then that
-        of the last report.
+      NonFiniteError: if no member of the population can learn any more; `state` is then that of the last report.
     """
     until = anakin.num_iterations if until is None else until
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
@@ -290,7 +289,7 @@ def train(
     replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: not anakin.compiler.fell_back)
     compile_s = time.perf_counter() - began
     while iteration < until:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), pytree.tree_map(torch.clone, replay.state)
         while anakin.replay and iteration < min(anakin.replay.buffer.fill_iterations, until):
             state, metrics = anakin.fill(replay.state)
             replay.load(state)
@@ -298,7 +297,6 @@ def train(
             iteration += 1
         # Calls end at multiples of iterations_per_call, so that a resumed run reports the same rows.
         count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
-        before = pytree.tree_map(torch.clone, replay.state)
         anakin.phases.begin()
         try:
             history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
@@ -308,7 +306,7 @@ def train(
             raise
         failure = None
         if (before.learner.healthy & ~replay.state.learner.healthy).any():
-            failure = _find_failure(anakin, before, count)
+            failure = _find_failure(anakin, before, iteration + count)
             if not replay.state.learner.healthy.any():
                 replay.load(before)
                 raise failure
@@ -319,11 +317,12 @@ def train(
         compile_s = 0.0
 
 
-def _find_failure(anakin: Anakin, state: RunState, count: int) -> NonFiniteError:
+def _find_failure(anakin: Anakin, state: RunState, until: int) -> NonFiniteError:
     """Runs the iterations of a failed call again, one by one: the same keys give the same numbers."""
     state = pytree.tree_map(torch.clone, state)  # priorities are written in place
-    for _ in range(count):
-        after, _ = anakin.iterate(state)
+    for iteration in range(int(state.iteration.flatten()[0]), until):
+        fills = anakin.replay and iteration < anakin.replay.buffer.fill_iterations
+        after, _ = (anakin.fill if fills else anakin.iterate)(state)
         if (state.learner.healthy & ~after.learner.healthy).any():
             break
         state = after

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchpod.actions import open_masks
+from torchpod.specs import EnvSpec
 from torchpod.types import LAST, TimeStep, Tree
 
 Teams = Mapping[str, Callable[[dict[str, Tree], int], Tree]]
@@ -20,7 +22,8 @@ class Episodes(NamedTuple):
     sums: Tensor
     """`[4]` float64: episodes that ended, sum of their returns, sum of their lengths, transitions. Behind them, as
     `names_of` says, the sums of returns of each group and team, if there are any, of steps that their agents were in
-    the game, if they can leave it, and of what the environment reports."""
+    the game, if they can leave it, and of what the environment reports. Last, rows of action masks that allow nothing,
+    from which nothing can be learned."""
     running_return: Tensor
     running_length: Tensor
 
@@ -34,7 +37,11 @@ def none_yet(timestep: TimeStep, teams: Teams = NO_TEAMS) -> tuple[Tensor, Tenso
 
 
 def count_episodes(
-    timestep: TimeStep, running_return: Tensor, running_length: Tensor, teams: Teams = NO_TEAMS
+    timestep: TimeStep,
+    running_return: Tensor,
+    running_length: Tensor,
+    teams: Teams = NO_TEAMS,
+    spec: EnvSpec | None = None,
 ) -> Episodes:
     """Returns and lengths of the episodes that end in a trajectory, on raw rewards and true game over.
 
@@ -45,6 +52,7 @@ def count_episodes(
       running_length: `[B]`; `[B, 1 + G]` of groups whose agents can leave the game: behind the length of the episode,
         of each group and team the steps that its agents were in the game, their sum.
       teams: see `Agent.teams`.
+      spec: of the environment, which may have action masks.
     """
     over = timestep.extras["game_over"][1:]  # [T, B]
     real = timestep.step_type[:-1] != LAST
@@ -79,17 +87,19 @@ def count_episodes(
         sums = torch.cat([sums, torch.stack(told)])
     report = timestep.extras.get("episode", {})
     told = [torch.where(over, report[name][1:].double(), 0.0).sum() for name in sorted(report)]
-    sums = torch.cat([sums, torch.stack(told)]) if told else sums
+    masks = open_masks(spec, timestep.observation).values() if spec else ()
+    closed = sum(((~x).sum().double() for x in masks), torch.zeros_like(whole))
+    sums = torch.cat([sums, torch.stack([*told, closed])])
     return Episodes(sums, return_.float(), length.long())
 
 
-def counting(teams: Teams) -> Callable[[TimeStep, Tensor, Tensor], Episodes]:
-    """`count_episodes`, of these teams."""
-    return functools.wraps(count_episodes)(functools.partial(count_episodes, teams=teams))
+def counting(teams: Teams, spec: EnvSpec) -> Callable[[TimeStep, Tensor, Tensor], Episodes]:
+    """`count_episodes`, of these teams in this environment."""
+    return functools.wraps(count_episodes)(functools.partial(count_episodes, teams=teams, spec=spec))
 
 
 def names_of(timestep: TimeStep, teams: Teams = NO_TEAMS) -> list[str]:
-    """The metrics of the sums behind the first four.
+    """The metrics of the sums behind the first four, but for the last.
 
     `episode_return/GROUP`, `TEAM/episode_return`, `episode_length/GROUP`, `TEAM/episode_length`, `episode_NAME`.
     """
@@ -131,7 +141,7 @@ def mean_metrics(history: list[dict[str, Tensor]], names: Sequence[str] = ()) ->
       names: from `names_of`.
     """
     metrics = average([{name: x for name, x in h.items() if name != "episodes"} for h in history])
-    count, returns, lengths, _, *others = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
+    count, returns, lengths, _, *others, _ = torch.stack([h["episodes"] for h in history]).sum(0).unbind(-1)
     metrics |= {"episodes": count, "episode_return": returns / count, "episode_length": lengths / count}
     metrics |= {name: x / count for name, x in zip(names, others, strict=True)}
     on_host = {}

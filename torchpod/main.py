@@ -118,7 +118,8 @@ def _train(overrides: list[str]) -> int:
         )
         if "best_member" in run.summary:
             if run.summary["unhealthy_members"]:
-                print(f"members {run.summary['unhealthy_members']} stopped learning: a gradient was not finite")
+                why = "a gradient was not finite, or a mask allowed nothing"
+                print(f"members {run.summary['unhealthy_members']} stopped learning: {why}")
             best = run.summary["best_member"]
             print(f"best member {best}: {run.dir / 'members' / str(best)}")
         least = config.num_envs * config.algo.unroll_length

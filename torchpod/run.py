@@ -340,13 +340,15 @@ def _train(
             raise Interrupted(given_up()) from None
         except NonFiniteError as error:
             path, wrong = keeper.dump(error), _not_finite(error.trajectory.timestep)
+            what = f"a gradient of iteration {error.iteration} is not finite"
+            came_from = f"the trajectory it came from is in {path}."
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
             env = loop.envs[0] if isinstance(loop, Sebulba) else loop.env
             if closed := closed_masks(env.spec, error.trajectory.timestep.observation):
+                what = f"nothing can be learned from iteration {error.iteration}"
                 advice = f"The cause is the environment's: {' '.join(closed)}"
-            came_from = "the trajectory it came from is in"
-            if loop.replay:
-                came_from = "its rows came from replay; the newest trajectory is in"
+            elif loop.replay:
+                came_from = f"its rows came from replay; the newest trajectory is in {path}."
                 wrong = wrong or _not_finite(loop.replay.buffer.storage)
             if wrong:
                 advice = f"The environment gave numbers that are not finite: {', '.join(wrong)}."
@@ -354,9 +356,7 @@ def _train(
                 keeper.save(state, timing)
             if keeper.saved_at is not None:
                 advice += f" Iteration {keeper.saved_at}, before it, is saved in {keeper.run_dir}."
-            raise NonFiniteErrorInRun(
-                f"a gradient of iteration {error.iteration} is not finite; {came_from} {path}. " + advice
-            ) from error
+            raise NonFiniteErrorInRun(f"{what}; {came_from} {advice}") from error
         except Exception as error:
             # Not with ranks: saving would wait for the others, which wait for this one.
             savable = isinstance(loop, Sebulba) and ranks.world_size == 1 and not isinstance(error, OSError)

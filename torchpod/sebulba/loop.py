@@ -173,7 +173,7 @@ class Sebulba:
                 unroll_length=unroll_length,
                 compiler=compiler,
             )
-        self.compiler, self._count = compiler, compiler(counting(self.agent.teams))
+        self.compiler, self._count = compiler, compiler(counting(self.agent.teams, self.envs[0].spec))
         if compiler.enabled and not self.agent.may_fall_back:
             compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
             self._advances = [compiled[self._actor_device(i)] for i in range(num_pools)]
