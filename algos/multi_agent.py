@@ -27,6 +27,8 @@ from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Traje
 MASK = "action_mask"
 LATER = ("annealed", "optimizer_intervals", "replayed", "reuse_forward", "target_rate", "through_env")
 """What an agent may ask its loop for, and `Policies` does not pass on."""
+_METRICS = ("loss", "grad_norm", "episode_return", "episode_length")
+"""What names of metrics of the run begin with, before a slash, as those of a policy do with its own name."""
 OWN = ("agents", "train", "from")
 """What a policy may say besides settings of its agent."""
 
@@ -319,9 +321,10 @@ class IA2C(Policies):
 
 def _as_mapping(name: str, given: Any) -> dict[str, Any]:
     """`{agents: ...}` of `[ids]`."""
-    if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.ModuleDict, name):
+    is_taken = name in _METRICS or (isinstance(name, str) and hasattr(nn.ModuleDict, name))
+    if not isinstance(name, str) or not name.isidentifier() or is_taken:
         raise ValueError(
-            f"policy {name!r} must have a name of letters, digits and underscores, and not one like train."
+            f"policy {name!r} must have a name of letters, digits and underscores, and not one like train or loss."
         )
     return dict(given) if isinstance(given, Mapping) else {"agents": given}
 
@@ -341,8 +344,8 @@ def _ids(spec: EnvSpec, given: dict[str, dict[str, Any]]) -> dict[str, list[int]
     told = f"{spec.name} has agents 0 to {total - 1} in groups " + ", ".join(f"{g} ({n})" for g, n in groups.items())
     for name, own in given.items():
         asked = own.get("agents", [name] if name in groups else None)
-        asked = [asked] if isinstance(asked, str | int) else asked
-        if not asked or not all(a in (groups if isinstance(a, str) else range(total)) for a in asked):
+        asked = asked if asked is None or isinstance(asked, list | tuple | range) else [asked]
+        if not asked or not all(_is_agent(a, groups, total) for a in asked):
             raise ValueError(f"policy {name} has agents {asked}, and {told}; name some of them.")
         found[name] = [int(i) for a in asked for i in (numbers[a] if isinstance(a, str) else [a])]
         for i in found[name]:
@@ -354,6 +357,11 @@ def _ids(spec: EnvSpec, given: dict[str, dict[str, Any]]) -> dict[str, list[int]
         shown = f"{left[:5]}{' and more' if len(left) > 5 else ''}"
         raise ValueError(f"agents {shown} have no policy in {sorted(given)}; {told}.")
     return found
+
+
+def _is_agent(asked: Any, groups: dict[str, int], total: int) -> bool:
+    """The name of a group, or the number of an agent."""
+    return asked in groups if isinstance(asked, str) else type(asked) is int and 0 <= asked < total
 
 
 def _agents_of(groups: dict[str, int]) -> list[tuple[str, int]]:

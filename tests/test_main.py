@@ -192,6 +192,10 @@ def test_a_population_names_its_best_member(call: Call):
             ["env.max_episode_steps=0"],
             "env=cartpole cannot be made with {'max_episode_steps': 0}: max_episode_steps=0 is wrong; use an",
         ),
+        (
+            ["env=tag_continuous", "env.num_other_agents_observed=300", "algo=ippo"],
+            "env=tag_continuous cannot be made with {'num_other_agents_observed': 300}: num_other_a",
+        ),
         (["run_dir=/proc/run"], "/proc/run cannot be written (No such file or directory); free some space, or choose"),
         (["run_dir=file"], "run_dir=file is a file; name a folder, or leave it out."),
         (["run_dir=file", "resume=auto"], "run_dir=file is a file; name a folder, or leave it out."),

@@ -88,7 +88,8 @@ def _make_bare(config: dict[str, Any]) -> Env:
             env = TorchRL(functools.partial(maker, **arguments))
     except Exception as error:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
-        raise ConfigError(f"env={config['name']} cannot be made with {arguments}: {told}") from error
+        own = {k: v for k, v in arguments.items() if k not in parameters or v != parameters[k].default}
+        raise ConfigError(f"env={config['name']} cannot be made with {own}: {told}") from error
     for name in wrapping:
         kind = "gymnasium.Env" if name == "processes" else "pettingzoo.ParallelEnv"
         raise ConfigError(f"env={config['name']} takes no argument {name}; it is no {kind}.")

@@ -325,6 +325,13 @@ def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):
         ({"one": ["d"]}, r"policy one has agents \['d'\], and arena has agents"),
         ({"one": []}, r"policy one has agents \[\], and arena has agents"),
         ({"one": {"train": True}}, "policy one has agents None, and arena has agents"),
+        ({"one": 0.5}, r"policy one has agents \[0.5\], and arena has agents"),
+        ({"one": {"agents": 2.5}}, r"policy one has agents \[2.5\], and arena has agents"),
+        ({"one": [True, 0]}, r"policy one has agents \[True, 0\], and arena has agents"),
+        ({"one": {"agents": {"a": 1}}}, r"policy one has agents \[\{'a': 1\}\], and arena has agents"),
+        ({"one": [["a"]]}, r"policy one has agents \[\['a'\]\], and arena has agents"),
+        ({"loss": ["a", "b", "c"]}, "policy 'loss' must have a name .* and not one like train or loss"),
+        ({"grad_norm": ["a", "b", "c"]}, "policy 'grad_norm' must have a name"),
         (
             {"one": ["a", "b"], "c": ["c"]},
             "policy one has agents of a and of b, which do not observe or act alike in ar",
