@@ -39,8 +39,9 @@ without these.
 The figures that were stated for one core with 64 environments of CartPole (289,000) and with 64 and 1024 of Breakout
 (100,000 and 84,000) are held against JAX's rows of two cores, for pinned to one core of an EPYC 25-17 it does 0.6 to
 0.8 of them. JAX shuffles all T x B rows, as purejaxrl does, and torchpod deals the steps of each environment to the
-minibatches, cheaper work that is part of what is compared. tests/bench/test_jax_ppo.py holds equal:
-parameters and gradients, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
+minibatches, cheaper work that is part of what is compared; so is that torchpod skips the zeros of Breakout's
+observations in the first layer (33 of 400 numbers are set), which XLA multiplies. tests/bench/test_jax_ppo.py holds
+equal: parameters and gradients, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
 
 Both sides of a row on one core are pinned to the same one, `core` in the JSON, with one thread each (a row "on 2 cores"
 has two); without `core` nothing is pinned. Of each row on a CPU with a peer the JSON has the `threads` of both

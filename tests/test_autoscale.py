@@ -78,6 +78,17 @@ class TestCommand:
             f"num_envs={written['num_envs']}",
         ]
 
+    def test_games_of_many_agents_are_measured_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        monkeypatch.chdir(tmp_path)
+        given = ["experiment=ia2c_tag_gridworld", *SMALL, "algo.learner.num_minibatches=1"]
+        assert main(["autoscale", *given, "--seconds", "0.05", "--max-envs", "8", "--json", "rows.json"]) == 0
+        rows = json.loads(Path("rows.json").read_text())["rows"]
+        assert [row["num_envs"] for row in rows] == [4, 8]
+        assert all(row["verdict"] == "fits" and row["env_steps_per_s"] > 0 for row in rows)
+        assert main([*shlex.split(capsys.readouterr().out.splitlines()[-1])[1:], *BRIEF]) == 0
+
     def test_sebulba_looks_for_the_number_of_actors_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ):

@@ -272,7 +272,7 @@ def _program(source: str, flags: tuple[str, ...]) -> Program:
 
 @functools.cache
 def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, str]:
-    """What inductor's programs are compiled with, and what else they depend on than their source.
+    """What inductor's programs are compiled with, and what else they depend on than their source: this file too.
 
     Args:
       flags: of g++, besides inductor's own.
@@ -286,7 +286,7 @@ def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, str]:
     command_line = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     if config[-1]:
         options.precompiled_header = gxx.precompiled(command_line, **settings)
-    return options, repr((command_line, gxx.versions(), gxx.processor(), _VECTORS))
+    return options, repr((command_line, gxx.versions(), gxx.processor(), _VECTORS, Path(__file__).read_text()))
 
 
 def _compile(programs: Sequence[Program]) -> None:

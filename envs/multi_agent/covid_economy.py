@@ -176,6 +176,7 @@ class CovidEconomy(TensorEnv):
       governor_health_priority: factor of the odds of health against economy, as inferred from what each state did.
       planner_health_priority: likewise.
       risk_aversion: the eta of the isoelastic utility of production.
+      reward_normalization_factor: what all rewards are divided by.
       spread_scale: factor of the rate of infection without measures.
       response_scale: factor of how much a level lowers that rate.
       unemployment_scale: factor of how a change of the level changes unemployment.
@@ -195,6 +196,7 @@ class CovidEconomy(TensorEnv):
         governor_health_priority: float = 0.3,
         planner_health_priority: float = 0.45,
         risk_aversion: float = 2.0,
+        reward_normalization_factor: float = 1.0,
         spread_scale: float = 1.0,
         response_scale: float = 1.0,
         unemployment_scale: float = 1.0,
@@ -214,6 +216,7 @@ class CovidEconomy(TensorEnv):
         self.enforce_masks, self.cooldown = enforce_masks, cooldown
         self.subsidy_interval, self.vaccine_day, self.vaccine_interval = subsidy_interval, vaccine_day, vaccine_interval
         self.risk_aversion = number("risk_aversion", risk_aversion, 0.0, 100.0)
+        self.reward_divisor = number("reward_normalization_factor", reward_normalization_factor, 1e-6, 1e6)
         self.randomise = number("randomise", randomise, 0.0, 1.0)
         scales = {
             "spread_scale": spread_scale,
@@ -319,8 +322,8 @@ class CovidEconomy(TensorEnv):
         )
         governor = _on(self.governor, keys.device)
         reward = {
-            "governor": _weighed(governor, *self.indices(health, output, governor)),
-            "planner": _weighed(self.planner, *planner),
+            "governor": _weighed(governor, *self.indices(health, output, governor)) / self.reward_divisor,
+            "planner": _weighed(self.planner, *planner) / self.reward_divisor,
         }
         each = tables.people * unemployed, tables.people * level, produced - paid, paid
         country = state.country + torch.cat([*(x.sum(-1, keepdim=True) for x in each), *planner], -1)

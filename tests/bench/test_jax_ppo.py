@@ -160,12 +160,41 @@ def test_the_optimizer_takes_the_steps_of_ours(tmp_path):
 
 
 @has_jax
+def test_minibatches_have_every_row_once_in_an_order_of_the_key():
+    """Rows of 8 steps of 6 environments in 4 minibatches, 12 each: all shuffled, or two steps of every environment."""
+    code = """
+        import jax, jax.numpy as jnp, numpy as np, jax_ppo
+        number = jnp.arange(48.0).reshape(8, 6)
+        rows = jax_ppo.Rows(*(jnp.stack([number + i] * 2, -1) if i == 0 else number + i for i in range(6)))
+        for deal in (False, True):
+            orders = []
+            for seed in range(2):
+                dealt = jax_ppo.shuffled(jax.random.key(seed), rows, 4, deal)
+                value = np.asarray(dealt.value) - 3
+                assert all((np.asarray(x) == value + i).all() for i, x in enumerate(dealt) if i > 0)
+                assert (np.asarray(dealt.observation) == value[..., None]).all()
+                assert value.shape == (4, 12) and sorted(value.ravel()) == list(range(48))
+                of_env = [np.bincount(x.astype(int) % 6, minlength=6).tolist() for x in value]
+                assert (of_env == [[2] * 6] * 4) == deal
+                orders.append(value.ravel().tolist())
+            assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
+        print("checked")
+    """
+    assert run_jax(code).split() == ["checked"]
+
+
+@has_jax
 @pytest.mark.parametrize(
-    ("env", "size"),
-    [("cartpole", 4), ("pendulum", 3), pytest.param("minatar_breakout", 400, marks=has_gymnax)],
+    ("env", "size", "rows"),
+    [
+        ("cartpole", 4, 64),
+        ("cartpole", 4, 6144),  # in three chunks
+        ("pendulum", 3, 64),
+        pytest.param("minatar_breakout", 400, 64, marks=has_gymnax),
+    ],
 )
-def test_both_sides_have_the_same_parameters_and_take_the_same_gradient(env, size, tmp_path):
-    work, generator, rows, discrete = WORK[env](), np.random.default_rng(0), 64, env != "pendulum"
+def test_both_sides_have_the_same_parameters_and_take_the_same_gradient(env, size, rows, tmp_path):
+    work, generator, discrete = WORK[env](), np.random.default_rng(0), env != "pendulum"
     agent = work.agent(work.env.spec, work.config)
     steps = {
         "observation": generator.normal(size=(rows, size)),

@@ -38,13 +38,14 @@ class Oracle:
         governor_health_priority=0.3,
         planner_health_priority=0.45,
         risk_aversion=2,
+        reward_normalization_factor=1,
         spread_scale=1,
         response_scale=1,
         unemployment_scale=1,
     ):
         self.T, self.enforce, self.cooldown, self.dt_s = max_episode_steps, enforce_masks, cooldown, subsidy_interval
         self.t_v, self.dt_v, self.vpm, self.eta = vaccine_day, vaccine_interval, vaccines_per_million, risk_aversion
-        self.rate = observe_rate
+        self.rate, self.divisor = observe_rate, reward_normalization_factor
         self.m_i, self.m_s, self.m_u = spread_scale, response_scale, unemployment_scale
         with open(FILES / "covid_states.csv") as file:
             rows = list(csv.DictReader(file))
@@ -133,7 +134,8 @@ class Oracle:
         e = (1 + (np.log(f) if self.eta == 1 else (f ** (1 - self.eta) - 1) / (1 - self.eta))) / 365
         h_0, h_1, e_0, e_1 = self.bounds[group]
         alpha = self.alpha[group]
-        return alpha * (h - h_0) / (h_1 - h_0 + 1e-10) + (1 - alpha) * (e - e_0) / (e_1 - e_0 + 1e-10)
+        whole = alpha * (h - h_0) / (h_1 - h_0 + 1e-10) + (1 - alpha) * (e - e_0) / (e_1 - e_0 + 1e-10)
+        return whole / self.divisor
 
     def observe(self):
         people = np.stack([self.S, self.I, self.R, self.D, self.V, self.U]) / self.pop
@@ -209,7 +211,7 @@ def test_an_episode_in_which_masks_are_not_enforced_equals_the_oracle():
     "settings",
     [
         {"vaccine_day": 30, "vaccine_interval": 7, "vaccines_per_million": 8000, "risk_aversion": 1},
-        {"vaccine_day": 50, "observe_rate": True},
+        {"vaccine_day": 50, "observe_rate": True, "reward_normalization_factor": 4},
         {"cooldown": 10, "subsidy_interval": 13, "governor_health_priority": 1, "planner_health_priority": 2.5},
         {"spread_scale": 1.5, "response_scale": 0.8, "unemployment_scale": 1.7, "risk_aversion": 0.5},
     ],
@@ -353,6 +355,7 @@ def test_randomised_environments_differ_and_each_equals_its_oracle():
         ({"terminal": 0}, "terminal=0"),
         ({"randomise": 1.5}, "randomise=1.5"),
         ({"risk_aversion": -1.0}, "risk_aversion=-1"),
+        ({"reward_normalization_factor": 0.0}, "reward_normalization_factor=0"),
         ({"spread_scale": "a"}, "spread_scale='a'"),
     ],
 )
