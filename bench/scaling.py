@@ -2,7 +2,9 @@
 
     torchpod bench scaling [--json FILE] [--quick]
 
-The peer of each row is one rank, so that `ratio` is the speed-up; K is what K ranks could reach at most. Sums over all
+The peer of each row is one rank, so that `ratio` is the speed-up; K is what K ranks could reach at most. Rows
+`apart_...` are those of weak scaling without sums: processes that know nothing of each other, which is what the machine
+has for so many. Sums over all
 ranks are measured alone as well, and give the two numbers of a model, latency and bandwidth, that predicts how long the
 sums of an iteration take on more devices than there are here: docs/scaling.md, which `torchpod bench report` writes.
 """
@@ -23,6 +25,7 @@ from torchpod.bench.anakin import UNROLL_LENGTH
 from torchpod.bench.harness import RowMaker, Worker, WorkerError
 from torchpod.learner import LearnerConfig
 
+KINDS = ("weak", "apart", "strong")
 NUM_RANKS = (1, 2, 4)
 PER_RANK = 1024
 """Environments of each rank in the weak rows."""
@@ -83,7 +86,7 @@ def main(
     make, rows, failures, found = RowMaker(), [], [], {}
     device = device_for(num_ranks)
     workers = [worker(k) if worker else real_worker(k, device) for k in num_ranks]
-    for kind in ("weak", "strong"):
+    for kind in KINDS:
         results: dict[int, list[Any] | WorkerError] = {k: [] for k in num_ranks}
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
             for _ in range(rounds):
@@ -135,8 +138,9 @@ def real_worker(ranks: int, device: str) -> Worker:
 
 def case_arguments(kind: str, ranks: int, repeats: int) -> list[str]:
     """Of `ranks` ranks in all."""
-    num_envs = PER_RANK * ranks if kind == "weak" else IN_ALL
-    return ["--num-envs", str(num_envs), "--iterations", "4", "--repeats", str(repeats)]
+    num_envs = IN_ALL if kind == "strong" else PER_RANK * ranks
+    size = ["--num-envs", str(num_envs), "--iterations", "4", "--repeats", str(repeats)]
+    return [*size, "--apart"] if kind == "apart" else size
 
 
 def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -187,7 +191,8 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
         f"Measured by `torchpod bench scaling` on {machine} ({cores} cores, so that more than {cores} ranks share"
         f" them), {document['date'][:10]}, commit {document['commit']}; written by `torchpod bench report`, do not"
         f" edit. PPO on CartPole, one process per rank, {backend}. Weak: every rank has {PER_RANK} environments."
-        f" Strong: {IN_ALL} in all. A speed-up of K on K ranks would be perfect.",
+        f" Strong: {IN_ALL} in all. Apart: weak without sums, processes that know nothing of each other. A speed-up of"
+        " K on K ranks would be perfect.",
         "",
         "## Measured",
         "",
@@ -203,6 +208,7 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
         "",
         "Time in sums is that of rank 0, and includes waiting for the slowest rank, which the model leaves out"
         + (f" (with more than {cores} ranks, also for a core)." if max(few, *more) > cores else "."),
+        *_of_the_machine(by_name, few),
         "",
         "## A model of the sums",
         "",
@@ -231,6 +237,18 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
         *_prediction(one, two, gpu, machine, backend),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_the_machine(rows: Mapping[str, Mapping[str, Any]], ranks: int) -> list[str]:
+    """How much of what is lost is not the sums': measured since 2026-11-27."""
+    if (apart := rows.get(f"apart_ppo_cartpole/{ranks} ranks")) is None:
+        return []
+    weak = rows[f"weak_ppo_cartpole/{ranks} ranks"]
+    return [
+        f"Without any sums {ranks} processes are {apart['ratio']:.2f} times as fast as one here, which the machine"
+        f" decides (memory, clocks, its neighbours); with them {weak['ratio']:.2f},"
+        f" {weak['ratio'] / apart['ratio']:.0%} of that."
+    ]
 
 
 def _sums(own: Mapping[str, Any]) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
-from torchpod.bench.anakin_worker import UNROLL_LENGTH, timed
+from torchpod.bench.anakin_worker import UNROLL_LENGTH, Prepared
 from torchpod.bench.harness import Measurement
 from torchpod.compile import Compiler
-from torchpod.distributed import Ranks, init
+from torchpod.distributed import ALONE, Ranks, init
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import LearnerConfig
 
@@ -57,7 +57,9 @@ class WatchedRanks(Ranks):
         return total
 
 
-def measure(num_envs: int, iterations: int, repeats: int, *, device: str, compiled: bool) -> ScalingMeasurement:
+def measure(
+    num_envs: int, iterations: int, repeats: int, *, device: str, compiled: bool, apart: bool = False
+) -> ScalingMeasurement:
     """PPO as suite `anakin` measures it, its environments shared out to the ranks.
 
     Args:
@@ -66,6 +68,7 @@ def measure(num_envs: int, iterations: int, repeats: int, *, device: str, compil
       repeats: timed calls.
       device: cpu (gloo) or cuda (NCCL).
       compiled: False for tests.
+      apart: every rank trains on its own, without sums: what the machine has for so many processes.
     """
     ranks, where = init(device)
     ranks = WatchedRanks(*ranks)
@@ -78,12 +81,17 @@ def measure(num_envs: int, iterations: int, repeats: int, *, device: str, compil
         learner=config,
         num_iterations=iterations * (1 + repeats),
         compiler=Compiler(compiled),
-        ranks=ranks,
+        ranks=ALONE if apart else ranks,
         device=where,
     )
-    measured = timed(anakin, "update", iterations, repeats)
+    prepared = Prepared(anakin, "update", iterations)
+    ranks.barrier()
+    measured = prepared.measure(repeats)
     per_iteration = config.num_epochs * (config.num_minibatches + 1) + 2  # metrics before learning, and episodes
-    timed_sums = WatchedRanks.sums[-repeats * iterations * per_iteration :]
+    if apart:
+        per_iteration = 0
+        measured["env_steps"] = [ranks.world_size * steps for steps in measured["env_steps"]]
+    timed_sums = WatchedRanks.sums[len(WatchedRanks.sums) - repeats * iterations * per_iteration :]
     return {
         **measured,
         "num_envs": num_envs,
@@ -122,9 +130,11 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=4, help="iterations within one timed call")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--apart", action="store_true", help="every rank trains on its own")
     parser.add_argument("--eager", action="store_true", help="without compilation: does it work at all?")
     args = parser.parse_args()
-    measured = measure(args.num_envs, args.iterations, args.repeats, device=args.device, compiled=not args.eager)
+    options = {"device": args.device, "compiled": not args.eager, "apart": args.apart}
+    measured = measure(args.num_envs, args.iterations, args.repeats, **options)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(measured), flush=True)
     if dist.is_initialized():

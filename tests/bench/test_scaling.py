@@ -17,9 +17,9 @@ FAKE = textwrap.dedent(
     """
     import json, sys
     ranks, *arguments = sys.argv[1:]
-    options, k = dict(zip(arguments[::2], arguments[1::2])), int(ranks)
+    options, k, apart = dict(zip(arguments[::2], arguments[1::2])), int(ranks), arguments[-1] == "--apart"
     num_envs, iterations, repeats = (int(options[x]) for x in ("--num-envs", "--iterations", "--repeats"))
-    speed_up = k if k == 1 else 0.9 * k
+    speed_up = k if k == 1 else (0.95 if apart else 0.9) * k
     wall = iterations * 128 * num_envs / (1000.0 * speed_up)
     alone = {n: 2 * (k - 1) * (3e-6 + n / k / 2e9) for n in (8, 32768, 1048576, 16777216)}
     print(json.dumps(dict(
@@ -27,7 +27,8 @@ FAKE = textwrap.dedent(
         batch_rows=128 * num_envs, param_count=9155, dtype="float32", iterations=iterations, total_iterations=8,
         compile_s=1.0, env_steps=[iterations * 128 * num_envs] * repeats, wall_s=[wall] * repeats,
         cpu_s=[wall] * repeats, env_steps_per_s={}, episode_return=1.0, episodes=1, threads={}, versions={},
-        ranks=k, sums_per_iteration=21, bytes_per_iteration=21 * 36_000, share_in_sums=0.02 * k, alone=alone)))
+        ranks=k, sums_per_iteration=0 if apart else 21, bytes_per_iteration=0 if apart else 21 * 36_000,
+        share_in_sums=0.0 if apart else 0.02 * k, alone=alone)))
     """
 )
 
@@ -51,13 +52,15 @@ def test_rows_are_speed_ups_and_the_page_shows_them(tmp_path, fake):
     (path,) = tmp_path.glob("scaling_*.json")
     document = json.loads(path.read_text())
     rows = {row["name"]: row for row in document["rows"]}
-    assert list(rows) == [f"{kind}_ppo_cartpole/{k} ranks" for kind in ("weak", "strong") for k in (1, 2, 4)]
-    for kind in ("weak", "strong"):
+    assert list(rows) == [f"{kind}_ppo_cartpole/{k} ranks" for kind in ("weak", "apart", "strong") for k in (1, 2, 4)]
+    for kind, each in (("weak", 0.9), ("apart", 0.95), ("strong", 0.9)):
         ratios = [rows[f"{kind}_ppo_cartpole/{k} ranks"]["ratio"] for k in (1, 2, 4)]
-        assert ratios == pytest.approx([1.0, 1.8, 3.6])
+        assert ratios == pytest.approx([1.0, 2 * each, 4 * each])
     report.main(tmp_path, tmp_path / "docs")
     text = (tmp_path / "docs" / "scaling.md").read_text()
     assert "| weak | 2 | 1,800 | 1.80 | 4.0% |" in text and "| strong | 4 | 3,600 | 3.60 | 8.0% |" in text
+    assert "| apart | 2 | 1,900 | 1.90 | 0.0% | 0.0% |" in text
+    assert "2 processes are 1.90 times as fast as one" in text and "with them 1.80, 95% of that." in text
     assert "3 us and 2.00 GB/s" in text and "gloo on CPUs" in text
     assert "**No efficiency below was measured, and NCCL was never run with several GPUs.**" in text
     assert "| 4 | 16,777,216 | 12,601 us | 12,601 us |" in text
@@ -134,13 +137,14 @@ def test_ranks_that_fail_are_told(tmp_path, fake):
     assert scaling.main(worker=fake, num_ranks=(1, 3), rounds=1) == 1
     (path,) = tmp_path.glob("scaling_*.json")
     assert json.loads(path.read_text())["failures"] == [
-        f"{kind}_ppo_cartpole/3 ranks: 3 ranks: no torchrun" for kind in ("weak", "strong")
+        f"{kind}_ppo_cartpole/3 ranks: 3 ranks: no torchrun" for kind in ("weak", "apart", "strong")
     ]
 
 
 def test_weak_rows_grow_with_the_ranks_and_strong_ones_do_not():
     assert [scaling.case_arguments("weak", k, 3)[1] for k in (1, 2, 4)] == ["1024", "2048", "4096"]
     assert [scaling.case_arguments("strong", k, 3)[1] for k in (1, 2, 4)] == ["4096"] * 3
+    assert scaling.case_arguments("apart", 2, 3) == [*scaling.case_arguments("weak", 2, 3), "--apart"]
 
 
 def test_a_sum_takes_the_better_of_ring_and_tree():
@@ -158,19 +162,29 @@ def test_the_fit_finds_the_network_that_made_the_numbers(ranks):
     assert scaling.fit(alone, ranks) == pytest.approx(network, rel=1e-3)
 
 
-def test_two_real_ranks_count_their_steps_and_sums():
+def real_ranks(*options):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     worker = ["-m", "torchpod.bench.scaling_worker", "--eager", "--num-envs", "8", "--iterations", "1"]
     done = subprocess.run(
-        [*torchrun, *worker, "--repeats", "2"], capture_output=True, text=True, timeout=300, cwd=harness.ROOT
+        [*torchrun, *worker, "--repeats", "2", *options], capture_output=True, text=True, timeout=300, cwd=harness.ROOT
     )
     assert done.returncode == 0, done.stderr
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("{"))
-    found = json.loads(line)
+    return json.loads(line)
+
+
+def test_two_real_ranks_apart_make_no_sums():
+    found = real_ranks("--apart")
+    assert (found["ranks"], found["num_envs"], found["sums_per_iteration"], found["share_in_sums"]) == (2, 8, 0, 0.0)
+    assert all(0.9 * 1024 < steps <= 1024 for steps in found["env_steps"])
+
+
+def test_two_real_ranks_count_their_steps_and_sums():
+    found = real_ranks()
     assert (found["ranks"], found["num_envs"], found["sums_per_iteration"]) == (2, 8, 22)
     assert all(0.9 * 1024 < steps <= 1024 for steps in found["env_steps"])  # of both ranks; some steps are resets
-    # 16 gradients with 6 metrics, in whole cache lines; 4 moments of 4 minibatches; the sums of episodes; and of the
-    # metrics before learning 6 sums, and 2 extremes of either rank
+    # 16 gradients with 6 metrics, in whole cache lines; 4 moments of 4 minibatches; 5 sums of episodes and masks; of
+    # the metrics before learning 6 sums, and 2 extremes of either rank
     networks = [[4 * 64, 64, 64 * 64, 64, 64 * outputs, 16] for outputs in (2, 1)]
-    assert found["bytes_per_iteration"] == 16 * 4 * (sum(map(sum, networks)) + 16) + 4 * 8 * 4 * 3 + 4 * 8 + 10 * 8
+    assert found["bytes_per_iteration"] == 16 * 4 * (sum(map(sum, networks)) + 16) + 4 * 8 * 4 * 3 + 5 * 8 + 10 * 8
     assert 0.0 < found["share_in_sums"] < 1.0 and all(seconds > 0.0 for seconds in found["alone"].values())
