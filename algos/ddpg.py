@@ -99,7 +99,8 @@ class DDPG(Agent):
         """See `transitions`."""
         reward = trajectory.timestep.reward[1:] * self.reward_scale
         rows = transitions(trajectory, reward, discount=self.discount)
-        rows["action"] = ((rows["action"] - self.center) / self.scale).flatten(2)
+        action = (rows["action"] - self.center) / self.scale
+        rows["action"] = action.reshape(*action.shape[:2], -1)
         return Batch(rows)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:

@@ -143,7 +143,8 @@ class SAC(Agent):
         reward = trajectory.timestep.reward[1:] * self.reward_scale
         rows = transitions(trajectory, reward, discount=self.discount)
         noise, next_noise = random.normal(keys, 2 * self.num_actions)[None].chunk(2, -1)
-        rows["action"] = ((rows["action"] - self.center) / self.scale).flatten(2)
+        action = (rows["action"] - self.center) / self.scale
+        rows["action"] = action.reshape(*action.shape[:2], -1)
         return Batch(rows | {"noise": noise, "next_noise": next_noise})
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:

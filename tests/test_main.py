@@ -173,6 +173,10 @@ def test_a_population_names_its_best_member(call: Call):
         (["algo.agent.recurrent=4", "num_envs=6"], "num_envs=6 per rank cannot be dealt to num_minibatches=4; use a"),
         (["algo=dqn", "algo.agent.target_interval=0"], "algo.agent.target_interval=0 must lie from 1 to inf."),
         (["algo=qr_dqn", "algo.agent.num_quantiles=0"], "algo.agent.num_quantiles=0 must lie from 1 to inf."),
+        (["algo=r2d2", "algo.agent.rescale=-0.1"], "algo.agent.rescale=-0.1 must lie from 0 to inf."),
+        (["algo=r2d2", "algo.agent.largest_share=9"], "algo.agent.largest_share=9 must lie from 0 to 1."),
+        (["algo=dqn", "algo.agent.epsilon_spread=-2"], "algo.agent.epsilon_spread=-2 must lie from 0 to inf."),
+        (["algo=dqn", "algo.agent.huber_delta=-1"], "algo.agent.huber_delta=-1 must lie from 0 to inf."),
         (["algo=td3", "algo.agent.target_noise_clip=-1"], "algo.agent.target_noise_clip=-1 must lie from 0 to inf."),
         (
             ["algo=torchrl", "loss=SACLoss"],
@@ -498,6 +502,20 @@ class TestDisk:
         assert (status, eval_status) == ("1", "0") and int(ended_s) < 10
         assert len(names) > 1 and all(name.isdigit() for name in names)
         assert json.loads(score)["checkpoint"] == names[-1]
+
+    def test_a_disk_that_replay_fills_ends_the_run_with_one_sentence_and_its_last_checkpoint(self, tmp_path: Path):
+        result = self.mounted(
+            "size=1m",
+            "TORCHPOD train SMALL algo=dqn env=minatar_breakout algo.replay.capacity=10000 algo.replay.min_size=32 "
+            "algo.replay.batch_size=16 algo.replay.prioritised=false run_dir=run total_env_steps=1000000 "
+            "checkpoint.interval_s=0; echo $?; ls -A run/checkpoints; TORCHPOD eval run > /dev/null; echo $?",
+            tmp_path,
+        )
+        (sentence,) = result.stderr.splitlines()
+        assert sentence.startswith("torchpod: error: run/")
+        assert "cannot be written (No space left on device); free some space, or choose another folder" in sentence
+        status, *names, eval_status = result.stdout.splitlines()
+        assert (status, eval_status) == ("1", "0") and names and all(name.isdigit() for name in names)
 
     def test_a_read_only_folder_is_named(self, tmp_path: Path):
         result = self.mounted("ro", "TORCHPOD train SMALL run_dir=run; echo $?", tmp_path)

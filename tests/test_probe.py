@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchpod import probe
-from torchpod.probe import Answer, ProbeError, answer, available_bytes, measure, private_bytes, status_bytes
+from torchpod import cgroups, probe
+from torchpod.cgroups import available_bytes
+from torchpod.probe import Answer, ProbeError, answer, measure, private_bytes, status_bytes
 
 SMALL = ["env=cartpole", "compile=false", "num_envs=8", "algo.unroll_length=8", "algo.agent.hidden=[8]"]
 
@@ -126,7 +127,7 @@ def test_a_container_leaves_what_its_cgroups_leave(
     assert free > 10**8
     inner = tmp_path / "inner"
     inner.mkdir()
-    monkeypatch.setattr(probe, "_cgroups", lambda: [inner, tmp_path])
+    monkeypatch.setattr(cgroups, "_cgroups", lambda: [inner, tmp_path])
     for folder, most in ((tmp_path, "5000000"), (inner, "max")):
         (folder / limit).write_text(most)
         (folder / usage).write_text("3000000")
@@ -137,10 +138,10 @@ def test_a_container_leaves_what_its_cgroups_leave(
 
 
 def test_the_cgroups_of_this_process_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(probe, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "_CGROUPS", tmp_path)
     paths = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     wanted = {tmp_path / "memory" / path.lstrip("/") for _, names, path in paths if names == "memory"}
     wanted |= {tmp_path / path.lstrip("/") for _, names, path in paths if not names}
-    found = list(probe._cgroups())
+    found = list(cgroups._cgroups())
     assert wanted <= set(found)
     assert all(folder.is_relative_to(tmp_path) for folder in found)

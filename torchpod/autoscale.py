@@ -16,10 +16,11 @@ import torch
 import yaml
 
 from torchpod.arguments import Parser
+from torchpod.cgroups import available_bytes
 from torchpod.config import ConfigError, TrainConfig, load
 from torchpod.gxx import cores
 from torchpod.knobs import NAMES, Row, Search, Setting
-from torchpod.probe import CPU_SHARE, Answer, available_bytes, measure
+from torchpod.probe import CPU_SHARE, Answer, measure
 from torchpod.run_folder import hardware, write_text
 
 _PACE = "algo.env_steps_per_update"

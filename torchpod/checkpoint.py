@@ -234,11 +234,15 @@ def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    # clones: a view would be saved with the whole memory behind it
+    write_tensors(path, {name: value.cpu().clone() for name, value in tensors.items()})
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A file of tensors, on the disk when this returns; an `OSError` if it cannot be written."""
     with path.open("wb") as file:
-        # clones: a view would be saved with the whole memory behind it
-        copies = {name: value.cpu().clone() for name, value in tensors.items()}
         try:
-            torch.save(copies, file)
+            torch.save(tensors, file)
         except RuntimeError as error:  # torch's writer closes what it could not write, and fails at that
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         file.flush()

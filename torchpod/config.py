@@ -73,6 +73,13 @@ _RANGES = {
     "target_noise_clip": (0.0, float("inf")),
     "num_quantiles": (1, float("inf")),
     "min_size": (0, float("inf")),
+    "rescale": (0.0, float("inf")),
+    "largest_share": (0.0, 1.0),
+    "huber_delta": (0.0, float("inf")),
+    "epsilon_spread": (0.0, float("inf")),
+    "noise_std": (0.0, float("inf")),
+    "ou_rate": (0.0, float("inf")),
+    "target_noise_std": (0.0, float("inf")),
 }
 """Of hyperparameters, whether of the learner, of an agent or of members of a population."""
 

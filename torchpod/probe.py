@@ -6,7 +6,6 @@ builds the loop that `torchpod train` would build, and runs it for some seconds 
 
 import contextlib
 import json
-import math
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +33,6 @@ CPU_SHARE, CUDA_SHARE = 0.8, 0.9
 """Of the memory that is free when a search begins: what its probes may take, unless they are told."""
 _LOOK_S = 0.05
 """Between two looks at the memory of a probe."""
-_CGROUPS = Path("/sys/fs/cgroup")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "alloc_failed")
 
 
@@ -115,17 +113,6 @@ def private_bytes(pid: int) -> int:
     return status_bytes(pid, "RssAnon", "RssShmem") + sum(map(private_bytes, _children(pid)))
 
 
-def available_bytes() -> int:
-    """What this process may still have: of what the machine has left, or of what its cgroups (containers) leave it.
-
-    Raises:
-      OSError: where there is no /proc.
-    """
-    text = Path("/proc/meminfo").read_text()
-    machine = int(re.findall(r"^MemAvailable:\s*(\d+)", text, re.MULTILINE)[0]) * 1024
-    return int(min([machine, *map(_left_in, _cgroups())]))
-
-
 def status_bytes(pid: int, *names: str) -> int:
     """The sum of these lines of /proc/PID/status, in bytes; 0 of a process that has ended.
 
@@ -144,30 +131,6 @@ def _children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # the thread has ended
             found += map(int, path.read_text().split())
     return found
-
-
-def _cgroups() -> Iterator[Path]:
-    """The memory cgroup of this process and those around it, of version 1 or 2, as far as they can be seen."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            root = _CGROUPS / "memory" if controllers else _CGROUPS
-            if controllers in ("", "memory"):
-                own = root / path.lstrip("/")
-                yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
-
-
-def _left_in(cgroup: Path) -> float:
-    """Bytes below the limit of a cgroup, counting files that the kernel would drop as free."""
-    for limit, usage, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-            free = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
-            dropped = re.findall(rf"^{cache} (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)
-            return free + sum(map(int, dropped))
-    return math.inf
 
 
 # --- The process of the probe -----------------------------------------------------------------------------------------

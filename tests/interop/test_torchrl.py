@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import Bounded
 from torchrl.modules import OneHotCategorical, ValueOperator
-from torchrl.objectives import A2CLoss, ClipPPOLoss, SoftUpdate, TD3BCLoss, ValueEstimators
+from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, SoftUpdate, TD3BCLoss, ValueEstimators
 
 from tests.interop.actors import OBSERVATION_LOGITS, SPEC, Sums, categorical, critic, gaussian, q_critic
 from tests.interop.rows import (
@@ -167,6 +167,25 @@ def test_priorities_are_errors_of_the_temporal_difference(seed):
     torch.testing.assert_close(priority, (aim - taken).detach().square())
 
 
+def test_of_several_errors_of_a_row_the_largest_is_its_priority(seed, monkeypatch):
+    """As a loss of one's own with two critics may write them, `[R, 2]`."""
+    env = CartPole(max_episode_steps=T)
+    agent, _ = of_both("DQNLoss", env, seed)
+    batch, forward = batch_of(agent, collect(agent, env, seed), seed), DQNLoss.forward
+    bound, target = bind(agent, agent.variables()), bind(agent, dict(agent.named_parameters()))
+    one = bound.loss(batch, random.key(0), target).priority
+
+    def of_two(self, data):
+        out = forward(self, data)
+        data["td_error"] = torch.stack([data["td_error"], -3 * data["td_error"].flip(0)], -1)
+        return out
+
+    monkeypatch.setattr(DQNLoss, "forward", of_two)
+    two = bound.loss(batch, random.key(0), target).priority
+    assert one is not None and two is not None
+    torch.testing.assert_close(two, torch.maximum(one, 3 * one.flip(0)))
+
+
 @pytest.mark.parametrize("name", [x for x in THERE if x in OFF_POLICY])
 def test_priorities_are_what_torchrl_writes(name, seed):
     env = env_for(name, max_episode_steps=T)
@@ -182,7 +201,7 @@ def test_priorities_are_what_torchrl_writes(name, seed):
         SoftUpdate(loss, eps=0.9)
     with Keyed(random.key(seed)):
         loss(data)
-    expected = data["td_error"].detach().abs().reshape(-1, T * B).amax(0)
+    expected = data["td_error"].detach().abs().reshape(T * B, -1).amax(-1)
     assert priority is not None and priority.shape == (T * B,) and priority.std() > 0
     torch.testing.assert_close(priority, expected, rtol=1e-5, atol=1e-6)
 

@@ -525,6 +525,11 @@ def test_of_the_host_its_memory_is_counted_and_on_a_cpu_nothing_is_pinned(gpu, m
     monkeypatch.setattr(memory, "_free_on_host", lambda: 77)
     assert memory.free_bytes(torch.device("cuda"), host=True, folder=None) == (77, "cpu")
     assert memory.free_bytes(torch.device("cpu"), host=False, folder=None) == (77, "cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")  # the ranks of a host share it
+    assert memory.free_bytes(torch.device("cpu"), host=False, folder=None) == (11, "cpu")
+    free, _ = memory.free_bytes(torch.device("cpu"), host=False, folder="/")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert memory.free_bytes(torch.device("cpu"), host=False, folder="/")[0] == pytest.approx(7 * free, rel=0.01)
     assert memory.zeros((2,), torch.float32, torch.device("cpu"), host=True, folder=None).tolist() == [0, 0]
     assert memory.zeros((0,), torch.float32, torch.device("meta"), host=False, folder=None).numel() == 0
     assert not gpu.pinned and not gpu.calls

@@ -171,7 +171,7 @@ def written_once(monkeypatch):
             assert path.read_bytes() == content
             assert (path.stat().st_mtime_ns, path.stat().st_ino) == (stat.st_mtime_ns, stat.st_ino)
         new = {path for path in self._folder.glob("*.pt") if path not in files}
-        assert set(read) == new and len(new) == min(iteration - before, 10)  # the window, one by one
+        assert set(read) == new and len(new) == min(iteration - before, 10 + self._buffer.history)  # one by one
         return kept
 
     monkeypatch.setattr(Segments, "save", saves)
@@ -182,8 +182,14 @@ OTHERS = (
     ("algo=r2d2", "env=cartpole", "algo.agent.recurrent=4", "algo.agent.burn_in=2", "algo.agent.length=3"),
     ("algo=ddpg", "env=pendulum", "algo.agent.noise=ou"),
     ("loss=SACLoss", "env=pendulum"),
+    (
+        "algo=dqn",
+        "env=minatar_breakout",
+        "+env.transforms=[{name: frame_stack, num: 2}]",
+        "algo.replay.frame_stack=2",
+    ),
 )
-"""What else is resumed: recurrent states, noise that goes on, and TorchRL's losses."""
+"""What else is resumed: recurrent states, noise that goes on, TorchRL's losses, and stacks of frames."""
 
 
 @pytest.mark.parametrize(

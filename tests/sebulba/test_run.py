@@ -116,6 +116,14 @@ class Small(Corridor):
         return self.observation_space.low
 
 
+class Scalar(Corridor):
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (), np.float32)
+
+    def step(self, action):
+        assert np.shape(action) == ()
+        return super().step(action > 0)
+
+
 class Missing(Corridor):
     def __init__(self):
         raise FileNotFoundError("no assets")
@@ -219,6 +227,16 @@ def test_pools_may_share_threads_from_one_start_of_a_run_to_the_next():
     for name in ("iteration", "env_steps", "loss", "grad_norm"):
         assert [row[name] for row in runs[0]] == [row[name] for row in runs[1]]
     assert [row["iteration"] for row in runs[0]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("algo", ["ddpg", "td3", "sac"])
+def test_an_action_may_be_a_number(algo):
+    small = [x for x in SMALL if "minibatches" not in x]
+    replay = ("algo.env_steps_per_update=8", "algo.replay.min_size=32", "algo.replay.batch_size=8", "run_dir=run")
+    env = ("env=corridor.py:Scalar", f"algo={algo}", f"total_env_steps={5 * STEPS}")
+    assert main(["train", *small, *env, *replay]) == 0
+    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    assert any(name.startswith("grad_norm/") and last[name] > 0 for name in last), last
 
 
 @pytest.mark.parametrize("task", ["TicTacToe-v1", "IntersectionMultiAgent-v1"])

@@ -459,7 +459,7 @@ class LossAgent(Agent):
         out, changed = self._pure(own, own, target("variables") if target else {}, data, keys)
         priority = data.get(getattr(self._keys, "priority", "td_error"), None)
         if priority is not None:  # of an ensemble the largest
-            priority = priority.detach().abs().reshape(-1, weight.shape[0]).amax(0)
+            priority = priority.detach().abs().reshape(weight.shape[0], -1).amax(-1)
 
         def total(x: Tensor) -> Tensor:
             size = weight.shape[0]

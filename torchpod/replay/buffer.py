@@ -136,6 +136,8 @@ class ReplayBuffer:
         enough = max(shortest, -(-config.min_size // per_step))
         self.fill_iterations = -(-enough // unroll_length) - 1
         """Iterations that only collect; the one after them samples for the first time."""
+        self.rehearses = False
+        """What is inserted is an example, to compile with: one step repeated, whose frames do not go on."""
         self.restore: Callable[[Tree], None] | None = None
         """What fills the storage as soon as there is one (segments.py)."""
         self._read: Callable[[Tree], tuple[Tensor, ...]] | None = None
@@ -309,7 +311,7 @@ class ReplayBuffer:
         return {"timestep": steps, "output": {"action": out.action, "extras": out.extras}, "actor_state": begun}
 
     def _check_frames(self, trajectory: Trajectory, given: dict[str, Tree], *, begins: bool) -> None:
-        if self.config.frame_stack > 1:
+        if self.config.frame_stack > 1 and not self.rehearses:
             observation, parts = trajectory.timestep.observation, cast(dict[str, Tensor], given["timestep"])
             frames.check(observation, parts, self.config.frame_stack, self.axis, begins=begins)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpod.cgroups import available_bytes
+
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool, folder: str | None) -> Tensor:
     """Zeros that programs of the device read and write.
@@ -24,6 +26,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, host
     if folder is not None and 0 not in shape:
         handle, path = tempfile.mkstemp(prefix="torchpod-replay-", dir=folder)
         try:
+            # Now, for of a file with holes the disk would have to be full in the middle of a run to tell.
+            os.posix_fallocate(handle, 0, math.prod(shape) * dtype.itemsize)
             os.close(handle)
             return torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
         finally:
@@ -34,19 +38,19 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, host
 
 
 def free_bytes(device: torch.device, host: bool, folder: str | None) -> tuple[float, str]:
-    """How much can still be had there, and the name of the place."""
+    """How much this rank can still have there, and the name of the place."""
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this host, each with a ring
     if folder is not None:
-        return shutil.disk_usage(folder).free, folder
+        return shutil.disk_usage(folder).free / sharing, folder
     if device.type != "cuda" or host:
-        return _free_on_host(), "cpu"
+        return _free_on_host() / sharing, "cpu"
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached, str(device)
 
 
 def _free_on_host() -> float:
     try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+        return available_bytes()
     except OSError:  # no Linux
         return math.inf
 

@@ -7,13 +7,12 @@ checkpoints before it whole. Files that no checkpoint lists any more are removed
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.checkpoint import CheckpointError, all_of, manifest_of, writing
+from torchpod.checkpoint import CheckpointError, all_of, manifest_of, write_tensors, writing
 from torchpod.replay.buffer import ReplayBuffer
 from torchpod.types import LAST, Tree
 
@@ -47,10 +46,11 @@ class Segments:
             path = self._folder / f"{begin:010d}-{end:010d}.pt"
             with writing(path):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as file:
-                    torch.save(self._slice(begin, end), file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                try:
+                    write_tensors(path, self._slice(begin, end))
+                except OSError:
+                    path.unlink(missing_ok=True)  # a part of a file is of no use
+                    raise
                 self._digests[path.name] = _digest(path)
             begin = end
         self._saved = iteration

@@ -38,6 +38,8 @@ class Program:
         self.fill_iterations = sebulba.replay.buffer.fill_iterations if sebulba.replay else 0
         self._actors = sebulba.actors(state)
         example = sebulba.example(state, self._actors)
+        if sebulba.replay:
+            sebulba.replay.buffer.rehearses = True
         if sebulba.static:
             capture = sebulba.device.type == "cuda"
             args = self._state, example
@@ -46,6 +48,8 @@ class Program:
             self._update = sebulba.update
             sebulba.compiler.ahead(self._update, self._state, example)
             self._update(pytree.tree_map(torch.clone, self._state), example)  # priorities are written in place
+        if sebulba.replay:
+            sebulba.replay.buffer.rehearses = False
         self._exchange = Exchange(
             [actor.phases for actor in self._actors],
             lag=None if lag == "free" else lag,
