@@ -63,6 +63,8 @@ class DQN(Agent):
     max_lag = None
     categorical = False
     """Whether outputs are the logits of returns between `low` and `high`, and not returns."""
+    bounds_errors = True
+    """Whether `huber_delta` has an effect."""
 
     def __init__(
         self, spec: EnvSpec, config: DQNConfig = DQNConfig(), *, outputs: int = 1, features: int | None = None
@@ -74,6 +76,11 @@ class DQN(Agent):
             )
         if config.n_step < 1 or not config.hidden:
             raise ValueError(f"n_step={config.n_step} and the number of layers in hidden must be at least 1.")
+        if config.huber_delta != math.inf and not self.bounds_errors:
+            raise ValueError(
+                f"huber_delta={config.huber_delta:g} is of DQN, and {type(self).__name__} has a loss of its own; leave "
+                "it out."
+            )
         self.config, self.num_actions, self.outputs = config, spec.action.num_values, outputs
         self.replayed = config.n_step
         self.target_rate, self.target_interval = config.target_rate, config.target_interval
@@ -181,6 +188,7 @@ class C51(DQN):
     """The categorical distribution of returns: Bellemare et al. 2017 (https://arxiv.org/abs/1707.06887)."""
 
     categorical = True
+    bounds_errors = False
 
     def __init__(self, spec: EnvSpec, config: C51Config = C51Config()) -> None:
         super().__init__(spec, config, outputs=config.num_atoms)
@@ -208,6 +216,8 @@ class QRDQNConfig(DQNConfig):
 
 class QRDQN(DQN):
     """Quantile regression: Dabney et al. 2018 (https://arxiv.org/abs/1710.10044)."""
+
+    bounds_errors = False
 
     def __init__(self, spec: EnvSpec, config: QRDQNConfig = QRDQNConfig()) -> None:
         super().__init__(spec, config, outputs=config.num_quantiles)

@@ -48,6 +48,7 @@ class R2D2(DQN):
     """See the module."""
 
     recurrent = True
+    bounds_errors = False
 
     def __init__(self, spec: EnvSpec, config: R2D2Config = R2D2Config()) -> None:
         if config.cell not in CELLS:

@@ -253,6 +253,8 @@ def test_members_of_a_policy_are_checked_too():
         (["algo=dqn", "algo.replay.min_size=-5"], "algo.replay.min_size=-5 must lie from 0 to inf."),
         (["algo=dqn", "loss=ClipPPOLoss"], "loss=ClipPPOLoss is of algo=torchrl; leave algo=dqn out, or the loss."),
         (["algo=ppo", "loop=sebulba", "logger.phases=true"], "logger.phases=true is for loop=anakin; leave it out."),
+        (["algo=torchrl", "algo.agent.loss=SACLoss"], "write loss=SACLoss, which has all."),
+        (["loss=SACLoss", "algo.agent.loss=TD3Loss"], "write loss=TD3Loss, which has all."),
     ],
 )
 def test_settings_without_effect_are_refused(overrides: list[str], message: str):

@@ -231,6 +231,9 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         path, colon, attribute = item.partition("=")[2].partition(".py")
         settings[group] = {**settings[group], "name": f"{Path(path).resolve()}{colon}{attribute}"}
     given = tuple(map(_key, overrides))
+    if "algo.agent.loss" in given and settings["algo"]["name"] == "torchrl":
+        name = settings["algo"]["agent"]["loss"]
+        raise ConfigError(f"algo.agent.loss={name} is one of the settings of a loss; write loss={name}, which has all.")
     if {"algo.env_steps_per_update", "algo.learner.num_minibatches"} <= set(given):
         raise ConfigError("algo.env_steps_per_update sets algo.learner.num_minibatches; give one of them, not both.")
     config = dataclasses.replace(from_dict(settings), given=given)

@@ -9,7 +9,9 @@ import torch
 from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.dqn import C51, DQN, QRDQN, C51Config, DQNConfig, QRDQNConfig
+from torchpod.algos.r2d2 import R2D2, R2D2Config
 from torchpod.env import TensorEnv
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, EnvSpec
@@ -364,6 +366,9 @@ def test_agents_that_cannot_be_are_refused():
         ValueError, match="DQN needs a Discrete action, and pendulum has Box.*; use algo=sac, td3, ddpg or"
     ):
         DQN(Pendulum().spec)
+    for agent, config in ((C51, C51Config), (QRDQN, QRDQNConfig), (R2D2, R2D2Config)):
+        with pytest.raises(ValueError, match=f"huber_delta=1 is of DQN, and {agent.__name__} has a loss of its own"):
+            agent(CartPole().spec, config(huber_delta=1.0))
     with pytest.raises(ValueError, match="QRDQN needs a Discrete action, .*; use algo=ippo, mappo or ia2c."):
         QRDQN(EnvSpec("pair", Array((1,)), {"a": Discrete(2)}, groups={"a": 1}))
     with pytest.raises(ValueError, match="n_step=0"):
