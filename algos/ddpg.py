@@ -99,8 +99,7 @@ class DDPG(Agent):
         """See `transitions`."""
         reward = trajectory.timestep.reward[1:] * self.reward_scale
         rows = transitions(trajectory, reward, discount=self.discount)
-        action = (rows["action"] - self.center) / self.scale
-        rows["action"] = action.reshape(*action.shape[:2], -1)
+        rows["action"] = ((rows["action"] - self.center) / self.scale).unsqueeze(-1).flatten(2)
         return Batch(rows)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:

@@ -321,8 +321,8 @@ class IA2C(Policies):
 
 def _as_mapping(name: str, given: Any) -> dict[str, Any]:
     """`{agents: ...}` of `[ids]`."""
-    is_taken = name in _METRICS or (isinstance(name, str) and hasattr(nn.ModuleDict, name))
-    if not isinstance(name, str) or not name.isidentifier() or is_taken:
+    is_name = isinstance(name, str) and name.isidentifier()
+    if not is_name or name in _METRICS or hasattr(nn.ModuleDict, name):
         raise ValueError(
             f"policy {name!r} must have a name of letters, digits and underscores, and not one like train or loss."
         )

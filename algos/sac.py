@@ -143,8 +143,7 @@ class SAC(Agent):
         reward = trajectory.timestep.reward[1:] * self.reward_scale
         rows = transitions(trajectory, reward, discount=self.discount)
         noise, next_noise = random.normal(keys, 2 * self.num_actions)[None].chunk(2, -1)
-        action = (rows["action"] - self.center) / self.scale
-        rows["action"] = action.reshape(*action.shape[:2], -1)
+        rows["action"] = ((rows["action"] - self.center) / self.scale).unsqueeze(-1).flatten(2)
         return Batch(rows | {"noise": noise, "next_noise": next_noise})
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:

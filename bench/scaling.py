@@ -4,9 +4,9 @@
 
 The peer of each row is one rank, so that `ratio` is the speed-up; K is what K ranks could reach at most. Rows
 `apart_...` are those of weak scaling without sums: processes that know nothing of each other, which is what the machine
-has for so many. Sums over all
-ranks are measured alone as well, and give the two numbers of a model, latency and bandwidth, that predicts how long the
-sums of an iteration take on more devices than there are here: docs/scaling.md, which `torchpod bench report` writes.
+has for so many. Sums over all ranks are measured alone as well, and give the two numbers of a model, latency and
+bandwidth, that predicts how long the sums of an iteration take on more devices than there are here: docs/scaling.md,
+which `torchpod bench report` writes.
 """
 
 import math
