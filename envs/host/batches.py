@@ -7,6 +7,14 @@ from torch.utils import _pytree as pytree
 
 _TOLD = ("reward", "terminated")
 """What a step says in its `info` that anybody here reads."""
+_PARTS = 8
+"""In which a batch comes, or more. Its last part comes with the first environments of the next batch, for which nobody
+should wait; in one part, the next batch would have to be done as well."""
+
+
+def handed_over(size: int) -> int:
+    """How many environments EnvPool is to hand over at once, for batches of `size`: a divisor of that."""
+    return max(part for part in range(1, max(1, size // _PARTS) + 1) if size % part == 0)
 
 
 class Stepped(NamedTuple):
@@ -27,7 +35,8 @@ class Batches:
     on how fast threads are, while all threads work on whatever has been sent.
 
     Args:
-      pool: made with `batch_size = num_envs / num`, and reset; with one batch its steps are handed through.
+      pool: made with `batch_size = handed_over(num_envs / num)`, and reset; with one batch its steps are handed
+        through.
       num_envs: of the pool.
       num: batches.
     """
@@ -62,7 +71,7 @@ class Batches:
         self._pool = None
 
     def _receive(self) -> None:
-        """As many environments as a batch has, of any batches that were sent."""
+        """As many environments as EnvPool hands over at once, of any batches that were sent."""
         stepped = Stepped(*self._pool.recv())
         info = stepped.info
         leaves, self._spec = pytree.tree_flatten(stepped._replace(info={k: info[k] for k in _TOLD if k in info}))
@@ -70,7 +79,7 @@ class Batches:
         for batch in np.flatnonzero(np.bincount(which, minlength=self._num)):
             mine = np.flatnonzero(which == batch)
             if not self._leaves[batch]:
-                self._leaves[batch] = [np.empty_like(x) for x in leaves]
+                self._leaves[batch] = [np.empty((self.size, *x.shape[1:]), x.dtype) for x in leaves]
             for to, x in zip(self._leaves[batch], leaves, strict=True):
                 to[row[mine]] = x[mine]
             self._missing[batch] -= len(mine)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.actions import lead_of
 from torchpod.envs.arguments import at_least
-from torchpod.envs.host.batches import Batches, Stepped
+from torchpod.envs.host.batches import Batches, Stepped, handed_over
 from torchpod.envs.host.gymnasium import action_of, grouped_timestep, host_timestep, spec_of, to_tensors
 from torchpod.specs import HOST, Array, Box, EnvSpec, MultiDiscrete
 from torchpod.types import TimeStep, Tree
@@ -94,7 +94,7 @@ class EnvPool:
         seeds = (random.bits(keys, 1)[:, 0] >> 1).tolist()  # EnvPool takes int32
         options = self._options | {"num_threads": self.num_threads * num}
         if num > 1:
-            options["batch_size"] = num_envs // num
+            options["batch_size"] = handed_over(num_envs // num)
         with _making(self.spec.name, {}):
             pool = _envpool().make_gymnasium(self.spec.name, num_envs=num_envs, seed=seeds, **options)
             pool.async_reset()

@@ -454,7 +454,7 @@ class LossAgent(Agent):
             columns["next"] = following | {
                 name: following[name].unsqueeze(-1) for name in ("reward", "done", "terminated")
             }
-        data = self._renamed(TensorDict(steps | columns, batch_size=weight.shape), self._keys)
+        data = self._renamed(TensorDict(steps | columns, batch_size=weight.shape, device=weight.device), self._keys)
         own = self.variables()
         out, changed = self._pure(own, own, target("variables") if target else {}, data, keys)
         priority = data.get(getattr(self._keys, "priority", "td_error"), None)

@@ -150,6 +150,8 @@ class Actor:
     ) -> None:
         self.index, self.pools, self.phases, self.device = index, pools, phases, device
         self._length, self._refresh, self._workers, self._timeout_s = length, refresh, workers, timeout_s
+        self._begun: tuple[int, Handed] | None = None
+        """The version for the next unroll, if its first step has been sent."""
         self._handed: Handed | None = None
         self._variables: Variables = {}
         self._thread: threading.Thread | None = None
@@ -186,9 +188,14 @@ class Actor:
             close_all(pool.env for pool in self.pools)
 
     def produce(self, exchange: Exchange, number: int) -> list[Item]:
-        """One unroll of every pool."""
+        """One unroll of every pool.
+
+        In a thread the first step of the next is begun if its parameters are there already, so that environments do
+        not stand still while this one is handed over.
+        """
+        begun, self._begun = self._begun, None
         self.phases.enter("parameters")
-        version, handed = exchange.variables(number)
+        version, handed = begun or exchange.variables(number)
         self.phases.enter("inference")
         recorders = [Recorder(pool.carry) for pool in self.pools]
         with torch.no_grad():
@@ -197,9 +204,14 @@ class Actor:
                 for pool, recorder in zip(self.pools, recorders, strict=True):
                     if t > 0:
                         recorder.add(*pool.recv())
-                    pool.send(self._taken(newest if self._refresh else handed))
+                    if t > 0 or begun is None:
+                        pool.send(self._taken(newest if self._refresh else handed))
+            if self._thread is not None:
+                self._begun = exchange.known(number + 1)
             for pool, recorder in zip(self.pools, recorders, strict=True):
                 recorder.add(*pool.recv())
+                if self._begun is not None:
+                    pool.send(self._taken(self._begun[1]))
             trajectories = [recorder.trajectory() for recorder in recorders]
             seconds = self.phases.take()
         items = []

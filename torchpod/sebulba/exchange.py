@@ -141,10 +141,16 @@ class Exchange:
             while True:
                 if self._closed:
                     raise ClosedError
-                wanted = max(self._versions) if self._lag is None else max(unroll - self._lag, 0)
+                wanted = self._version_for(unroll)
                 if wanted in self._versions:
                     return wanted, self._versions[wanted]
                 self._changed.wait()
+
+    def known(self, unroll: int) -> tuple[int, Handed] | None:
+        """As `variables`, without waiting: None if there is no such version yet, or there may be newer ones later."""
+        with self._changed:
+            version = self._version_for(unroll)
+            return (version, self._versions[version]) if self._lag is not None and version in self._versions else None
 
     def newest(self) -> Handed:
         """The newest version, without waiting."""
@@ -168,6 +174,9 @@ class Exchange:
         with self._changed:
             self._failure = self._failure or (actor, error)
             self._changed.notify_all()
+
+    def _version_for(self, unroll: int) -> int:
+        return max(self._versions) if self._lag is None else max(unroll - self._lag, 0)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
