@@ -97,7 +97,7 @@ HOST_CASES = tuple(
         ("Pong-v5", 128, 20),
     )
 )
-LAYOUT = ("--actors", 2, "--pools", 2, "--share")
+LAYOUT = ("--actors", 2, "--pools", 2)
 """Of Sebulba."""
 HOST_CASE_S = 60.0
 """A case of Sebulba is begun if so much time is left."""

@@ -34,7 +34,7 @@ def advise(
     max_lag: int | None,
     queue_size: int,
     pools: int,
-    may_share: bool,
+    one_stands_still: bool,
     num_epochs: int,
     num_minibatches: int,
 ) -> Advice:
@@ -46,7 +46,7 @@ def advise(
       max_lag: the most that the agent takes; None: any.
       queue_size: of the loop. An actor is that many unrolls ahead, and one in its hands: more lag changes nothing.
       pools: of environments, over all actor threads.
-      may_share: whether a GPU decides, and threads stand still meanwhile: `loop.pools_share_threads` is off.
+      one_stands_still: whether a GPU decides, and an actor has one pool, whose threads wait for it.
       num_epochs: of the learner.
       num_minibatches: of the learner.
     """
@@ -54,8 +54,8 @@ def advise(
     if (num_threads := getattr(env, "num_threads", None)) is not None:
         free = pools * num_threads < cores()
         environments = "they have a thread for every core"
-        if may_share:
-            environments = "set loop.pools_per_actor=2 and loop.pools_share_threads=true"
+        if one_stands_still:
+            environments = "set loop.pools_per_actor=2"
         if free:
             environments = "raise env.num_threads"
     update = "take a smaller network"

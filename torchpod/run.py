@@ -46,7 +46,6 @@ from torchpod.run_folder import (
     write_text,
 )
 from torchpod.sebulba import Sebulba, devices_of
-from torchpod.sebulba.actor import splits
 from torchpod.sinks import CsvSink, TensorBoardSink, WandbSink
 from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
@@ -470,10 +469,7 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | 
                 max_lag=loop.agent.max_lag,
                 queue_size=config.loop.queue_size,
                 pools=loop.num_actors * config.loop.pools_per_actor,
-                may_share=loop.device.type == "cuda"
-                and not config.loop.pools_share_threads
-                and splits(env, "in_batches")
-                and env.spec.groups is None,
+                one_stands_still=loop.device.type == "cuda" and config.loop.pools_per_actor == 1,
                 num_epochs=learner.num_epochs,
                 num_minibatches=learner.num_minibatches,
             )

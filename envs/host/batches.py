@@ -7,9 +7,9 @@ from torch.utils import _pytree as pytree
 
 _TOLD = ("reward", "terminated")
 """What a step says in its `info` that anybody here reads."""
-_PARTS = 8
-"""In which a batch comes, or more. Its last part comes with the first environments of the next batch, for which nobody
-should wait; in one part, the next batch would have to be done as well."""
+_PARTS = 4
+"""In which a batch comes, or more: the last with the first environments of the next batch. If a batch came in one, it
+would often wait for all of the next; a part costs some 60 us (docs/design.md, section 5)."""
 
 
 def handed_over(size: int) -> int:
@@ -76,10 +76,11 @@ class Batches:
         info = stepped.info
         leaves, self._spec = pytree.tree_flatten(stepped._replace(info={k: info[k] for k in _TOLD if k in info}))
         which, row = np.divmod(info["env_id"], self.size)
-        for batch in np.flatnonzero(np.bincount(which, minlength=self._num)):
-            mine = np.flatnonzero(which == batch)
+        counts = np.bincount(which, minlength=self._num)
+        for batch in np.flatnonzero(counts):
+            mine = slice(None) if counts[batch] == len(row) else which == batch  # all of it is not copied twice
             if not self._leaves[batch]:
                 self._leaves[batch] = [np.empty((self.size, *x.shape[1:]), x.dtype) for x in leaves]
             for to, x in zip(self._leaves[batch], leaves, strict=True):
                 to[row[mine]] = x[mine]
-            self._missing[batch] -= len(mine)
+            self._missing[batch] -= counts[batch]

@@ -153,9 +153,9 @@ def test_the_optimizer_takes_the_steps_of_ours(tmp_path):
         own = {name: part.reshape(state.params[name].shape) for name, part in parts.items()}
         state, _ = learner.apply_sum(state, torch.cat([learner.groups.flat(own), torch.tensor([1.0])]), ())
     theirs = np.load(tmp_path / "out.npz")
+    assert max(np.abs(theirs[name] - begun[name]).max() for name in begun) > 1e-3  # a single number may come back
     for name, p in state.params.items():
         moved, expected = p.numpy() - begun[name], theirs[name] - begun[name]
-        assert np.abs(expected).max() > 1e-4
         np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -341,6 +341,31 @@ def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypat
     assert others == 3 * (first + (T - 1) * num_pools * [num_pools - 1])
 
 
+def test_the_next_unroll_is_begun_before_the_last_is_handed_over_if_its_parameters_are_there(seed):
+    happened = []
+    sebulba = make(SebulbaConfig(num_actor_threads=1, lag=1), "impala", Apart(happened), iterations=4)
+    state = sebulba.init(seed)
+    (actor,) = sebulba.actors(state)
+    exchange = Exchange([actor.phases], lag=1, capacity=4, timeout_s=60.0)
+    variables = hand_over(sebulba.learner.acting(state.learner, state.iteration), sebulba.device)
+    unrolls, begun = {0: [], 1: [], 2: [], 3: []}, []
+    exchange.publish(0, variables)
+    actor._thread = threading.current_thread()
+    for number in unrolls:
+        happened.clear()
+        if number == 2:
+            exchange.publish(1, variables)
+        (item,) = actor.produce(exchange, number)
+        unrolls[number] = [what for what, _ in happened]
+        begun.append(item.version)
+        if number == 2:
+            exchange.publish(2, variables)
+    whole = T * ["send", "recv"]
+    # Unroll 1 needs version 0, which is there when unroll 0 ends; unrolls 2 and 3 need versions that come later.
+    assert unrolls == {0: [*whole, "send"], 1: whole[1:], 2: whole, 3: whole}
+    assert begun == [0, 0, 1, 2]
+
+
 class ByThread(collections.defaultdict):
     """Lists by the name of the thread."""
 

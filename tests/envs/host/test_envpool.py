@@ -18,6 +18,7 @@ from torchpod.agent import variables_of
 from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import EnvPool
+from torchpod.envs.host.batches import handed_over
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
@@ -362,27 +363,36 @@ def test_two_pools_in_turns_are_the_same_as_each_alone():
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5", "Pendulum-v1", "Tetris-v0"])
-@pytest.mark.parametrize("num", [2, 3])
-def test_batches_of_one_pool_are_the_same_as_pools_of_their_own(task, num, seed):
+@pytest.mark.parametrize(("num", "size"), [(2, 12), (3, 3)])  # three, or one, handed over at once
+def test_batches_of_one_pool_are_the_same_as_pools_of_their_own(task, num, size, seed):
     """Whatever order they are sent in, and whichever environments EnvPool has done first."""
     alone, whole, order = EnvPool(task), EnvPool(task, num_threads=2).in_batches(num), np.random.default_rng(seed)
     assert whole.in_batches(1).batches == []
-    _, expected = alone.init(keys(3 * num, seed))
-    _, first = whole.init(keys(3 * num, seed))
+    _, expected = alone.init(keys(size * num, seed))
+    _, first = whole.init(keys(size * num, seed))
     pytree.tree_map(partial(torch.testing.assert_close, rtol=0, atol=0), first, expected)
     batches = whole.batches
     for step in range(60):
-        action = random_action(alone.spec, expected.observation, random.at(keys(3 * num, seed), step))
-        _, expected = alone.step(None, action, keys(3 * num))
+        action = random_action(alone.spec, expected.observation, random.at(keys(size * num, seed), step))
+        _, expected = alone.step(None, action, keys(size * num))
         for i in order.permutation(num):
-            batches[i].send(action[3 * i : 3 * i + 3])
+            batches[i].send(action[size * i : size * i + size])
         for i in order.permutation(num):
-            wanted = pytree.tree_map(lambda x, i=i: x[3 * i : 3 * i + 3], expected)
+            wanted = pytree.tree_map(lambda x, i=i: x[size * i : size * i + size], expected)
             pytree.tree_map(partial(torch.testing.assert_close, rtol=0, atol=0), batches[i].recv(), wanted)
     for env in (alone, whole):
         env.close()
     with pytest.raises(RuntimeError, match="init"):
         whole.send(action)
+
+
+def test_what_is_handed_over_at_once_divides_a_batch():
+    """Of 1 to 99 environments: a quarter, or the next smaller divisor."""
+    for size in range(1, 100):
+        part = handed_over(size)
+        assert size % part == 0 and 4 * part <= max(4, size)
+        assert not any(size % other == 0 for other in range(part + 1, size // 4 + 1))
+    assert [handed_over(size) for size in (1, 3, 13, 12, 64)] == [1, 1, 1, 3, 16]
 
 
 def test_batches_keep_the_contract():
