@@ -24,7 +24,7 @@ from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput, TimeStep
 class R2D2Config(DQNConfig):
     """Sequences begin where unrolls began.
 
-    `algo.unroll_length` is the distance between two: at most `length`, or the steps between are never learned from.
+    `algo.unroll_length` is the distance between two: at most `length`, or the steps between would not be learned from.
     """
 
     hidden: tuple[int, ...] = (64,)
@@ -61,6 +61,7 @@ class R2D2(DQN):
         super().__init__(spec, config, features=config.recurrent)
         self.r2d2 = config
         self.cell = CELLS[config.cell](self.encoder.out_features, config.recurrent)
+        self.longest_unroll = config.length
         self.replayed = config.burn_in + config.length + config.n_step - 1
 
     def initial_state(self, batch_size: int) -> Tree:

@@ -47,7 +47,8 @@ class Agent(nn.Module):
     group, `[..., N_group, ...]`, with N_group at an axis."""
     max_lag: int | None = 0
     """How many updates old the parameters may be that a trajectory was made with; None: as old as they are."""
-
+    longest_unroll: int | None = None
+    """Steps of an unroll at most, as replay would never give it some of a longer one; None: any."""
     hyperparameters: tuple[str, ...] = ()
     """Names of its own, as `hyperparameter` has registered them."""
     begins_as: Mapping[str, str] = {}

@@ -268,6 +268,7 @@ def test_r2d2_is_exported_with_its_state(tmp_path: Path, monkeypatch, seed):
         None,
         "algo=r2d2",
         "env=memory_chain",
+        "algo.unroll_length=8",
         "algo.replay.capacity=1024",
         "algo.replay.min_size=64",
     )

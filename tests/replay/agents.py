@@ -13,7 +13,7 @@ DISCRETE = {
     "dqn": lambda spec: DQN(spec, DQNConfig(hidden=(8,), n_step=2, target_interval=3)),
     "dqn_loss": lambda spec: torchrl_agent(spec, TorchRLConfig("DQNLoss", hidden=(8,))),
     "qr_dqn": lambda spec: QRDQN(spec, QRDQNConfig(hidden=(8,), n_step=2, num_quantiles=5)),
-    "r2d2": lambda spec: R2D2(spec, R2D2Config(hidden=(8,), n_step=2, recurrent=4, burn_in=2, length=3)),
+    "r2d2": lambda spec: R2D2(spec, R2D2Config(hidden=(8,), n_step=2, recurrent=4, burn_in=1, length=4)),
 }
 CONTINUOUS = {
     "ddpg": lambda spec: DDPG(spec, DDPGConfig(hidden=(8,), noise="ou")),

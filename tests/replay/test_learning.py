@@ -193,7 +193,7 @@ def test_priorities_change_at_the_sampled_leaves_to_the_errors_before_the_update
     assert td.min() < metrics["td_error"] < td.max() and new.num_steps == state.learner.num_steps + M
 
 
-@pytest.mark.parametrize(("cls", "agent"), [(DQN, {}), (R2D2, {"recurrent": 4, "burn_in": 2, "length": 3})])
+@pytest.mark.parametrize(("cls", "agent"), [(DQN, {}), (R2D2, {"recurrent": 4, "burn_in": 2, "length": T})])
 def test_rows_and_sequences_count_as_much_as_their_importance_weights_say(seed, cls, agent):
     """The first gradient, through Adam's first moment: that of a weighted mean of the rows' own losses."""
     learner = {"max_grad_norm": 1e9, "num_minibatches": 1}
@@ -274,6 +274,13 @@ def test_every_member_of_a_population_is_its_single_run(seed, prioritised):
 def test_epochs_are_refused():
     with pytest.raises(ValueError, match=r"algo\.learner\.num_epochs=2: DQN draws new rows .*; use num_epochs=1"):
         make(learner={"num_epochs": 2})
+
+
+def test_unrolls_of_which_a_part_is_never_learned_from_are_refused():
+    make(cls=R2D2, agent={"length": T})
+    message = f"algo.unroll_length={T}: R2D2 learns from {T - 1} steps .*; use algo.unroll_length={T - 1}, or raise"
+    with pytest.raises(ValueError, match=message):
+        make(cls=R2D2, agent={"length": T - 1})
 
 
 def test_prioritised_replay_needs_priorities(seed):

@@ -179,7 +179,7 @@ def written_once(monkeypatch):
 
 
 OTHERS = (
-    ("algo=r2d2", "env=cartpole", "algo.agent.recurrent=4", "algo.agent.burn_in=2", "algo.agent.length=3"),
+    ("algo=r2d2", "env=cartpole", "algo.agent.recurrent=4", "algo.agent.burn_in=1", "algo.agent.length=4"),
     ("algo=ddpg", "env=pendulum", "algo.agent.noise=ou"),
     ("loss=SACLoss", "env=pendulum"),
     (

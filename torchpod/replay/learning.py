@@ -47,6 +47,12 @@ class ReplayLearner:
                 f"algo.learner.num_epochs={learner.config.num_epochs}: {type(agent).__name__} draws new rows from "
                 "replay for every update; use num_epochs=1, and num_minibatches for the updates per iteration."
             )
+        most = agent.longest_unroll
+        if most is not None and unroll_length > most:
+            raise ValueError(
+                f"algo.unroll_length={unroll_length}: {type(agent).__name__} learns from {most} steps for every "
+                f"unroll, and never would from the rest; use algo.unroll_length={most}, or raise algo.agent.length."
+            )
         self.agent, self.learner, self.population = agent, learner, compiler.population
         self.batch_size = learner.ranks.share(config.batch_size, "algo.replay.batch_size")
         self.buffer = ReplayBuffer(
