@@ -283,7 +283,7 @@ def train(
     iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
     on_gpu, filled, names = anakin.device.type == "cuda", [], names_of(state.carry.timestep, anakin.agent.teams)
     if anakin.replay:
-        anakin.replay.check_calls(iterations_per_call)
+        anakin.replay.check(iterations_per_call)
     if not on_gpu:
         anakin.compiler.ahead(anakin.iterate, state)
     replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: not anakin.compiler.fell_back)

@@ -46,6 +46,7 @@ from torchpod.run_folder import (
     write_text,
 )
 from torchpod.sebulba import Sebulba, devices_of
+from torchpod.sebulba.actor import splits
 from torchpod.sinks import CsvSink, TensorBoardSink, WandbSink
 from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
@@ -469,7 +470,10 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | 
                 max_lag=loop.agent.max_lag,
                 queue_size=config.loop.queue_size,
                 pools=loop.num_actors * config.loop.pools_per_actor,
-                one_stands_still=loop.device.type == "cuda" and config.loop.pools_per_actor == 1,
+                one_stands_still=loop.device.type == "cuda"
+                and config.loop.pools_per_actor == 1
+                and config.loop.num_actor_threads > 0
+                and splits(env),
                 num_epochs=learner.num_epochs,
                 num_minibatches=learner.num_minibatches,
             )

@@ -8,13 +8,13 @@ from torch.utils import _pytree as pytree
 _TOLD = ("reward", "terminated")
 """What a step says in its `info` that anybody here reads."""
 _PARTS = 4
-"""In which a batch comes, or more: the last with the first environments of the next batch. If a batch came in one, it
+"""In which a batch comes, or fewer: the last with the first environments of the next batch. If a batch came in one, it
 would often wait for all of the next; a part costs some 60 us (docs/design.md, section 5)."""
 
 
 def handed_over(size: int) -> int:
     """How many environments EnvPool is to hand over at once, for batches of `size`: a divisor of that."""
-    return max(part for part in range(1, max(1, size // _PARTS) + 1) if size % part == 0)
+    return min(part for part in range(1, size + 1) if size % part == 0 and _PARTS * part >= size)
 
 
 class Stepped(NamedTuple):

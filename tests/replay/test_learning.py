@@ -1,5 +1,6 @@
 """Learning from replay: when it begins, which rows count how much, and what priorities become."""
 
+import contextlib
 import re
 
 import pytest
@@ -277,10 +278,11 @@ def test_epochs_are_refused():
 
 
 def test_unrolls_of_which_a_part_is_never_learned_from_are_refused():
-    make(cls=R2D2, agent={"length": T})
     message = f"algo.unroll_length={T}: R2D2 learns from {T - 1} steps .*; use algo.unroll_length={T - 1}, or raise"
-    with pytest.raises(ValueError, match=message):
-        make(cls=R2D2, agent={"length": T - 1})
+    for length in (T, T - 1):
+        anakin = make(cls=R2D2, agent={"length": length})
+        with pytest.raises(ValueError, match=message) if length < T else contextlib.nullcontext():
+            next(iter(train(anakin, anakin.init(0))))
 
 
 def test_prioritised_replay_needs_priorities(seed):

@@ -47,12 +47,6 @@ class ReplayLearner:
                 f"algo.learner.num_epochs={learner.config.num_epochs}: {type(agent).__name__} draws new rows from "
                 "replay for every update; use num_epochs=1, and num_minibatches for the updates per iteration."
             )
-        most = agent.longest_unroll
-        if most is not None and unroll_length > most:
-            raise ValueError(
-                f"algo.unroll_length={unroll_length}: {type(agent).__name__} learns from {most} steps for every "
-                f"unroll, and never would from the rest; use algo.unroll_length={most}, or raise algo.agent.length."
-            )
         self.agent, self.learner, self.population = agent, learner, compiler.population
         self.batch_size = learner.ranks.share(config.batch_size, "algo.replay.batch_size")
         self.buffer = ReplayBuffer(
@@ -76,8 +70,19 @@ class ReplayLearner:
         learner.iterations_before = self.buffer.fill_iterations
         self._draw = compiler(self._draw_one, fall_back=agent.may_fall_back)
 
-    def check_calls(self, iterations_per_call: int) -> None:
-        """Raises `ValueError` if a call to the device may overwrite what its repetition would need."""
+    def check(self, iterations_per_call: int) -> None:
+        """Before a run.
+
+        Raises:
+          ValueError: if a part of every unroll would never be learned from, or a call to the device may overwrite what
+            its repetition would need.
+        """
+        most, length = self.agent.longest_unroll, self.buffer.unroll_length
+        if most is not None and length > most:
+            raise ValueError(
+                f"algo.unroll_length={length}: {type(self.agent).__name__} learns from {most} steps for every unroll, "
+                f"and never would from the rest; use algo.unroll_length={most}, or raise algo.agent.length."
+            )
         if iterations_per_call > self.buffer.slack:
             raise ValueError(
                 f"loop.iterations_per_call={iterations_per_call}: replay has room for {self.buffer.slack}; use at most "

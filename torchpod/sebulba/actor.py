@@ -80,7 +80,7 @@ class Pool:
     ) -> None:
         self.env, self.carry, self.advance = env, carry, advance
         self.keys, self._phases, self._port = (env_keys, actor_keys), phases, port
-        self._splits = splits(env)
+        self.splits = splits(env)
         self._decided: Any = None
         self._native: Any = None
 
@@ -95,7 +95,7 @@ class Pool:
         if self._port is not None:
             self._phases.enter("transfer")
             self._native = self._port.download(self._native)
-        if self._splits:
+        if self.splits:
             self._phases.enter("environment")
             self.env.send(self._native[0])  # pyright: ignore[reportAttributeAccessIssue]
         self._phases.enter("inference")
@@ -108,7 +108,7 @@ class Pool:
         output, actor_state, _, count = self._decided
         self._phases.enter("environment")
         with span("env_step"):
-            if self._splits:
+            if self.splits:
                 timestep = self.env.recv()  # pyright: ignore[reportAttributeAccessIssue]
             else:
                 _, timestep = self.env.step(None, *self._native)
@@ -190,8 +190,8 @@ class Actor:
     def produce(self, exchange: Exchange, number: int) -> list[Item]:
         """One unroll of every pool.
 
-        In a thread the first step of the next is begun if its parameters are there already, so that environments do
-        not stand still while this one is handed over.
+        In a thread the first step of the next is begun if its parameters are there already, so that environments that
+        are stepped elsewhere do not stand still while this one is handed over.
         """
         begun, self._begun = self._begun, None
         self.phases.enter("parameters")
@@ -206,11 +206,12 @@ class Actor:
                         recorder.add(*pool.recv())
                     if t > 0 or begun is None:
                         pool.send(self._taken(newest if self._refresh else handed))
-            if self._thread is not None:
+            if self._thread is not None and all(pool.splits for pool in self.pools):
                 self._begun = exchange.known(number + 1)
             for pool, recorder in zip(self.pools, recorders, strict=True):
                 recorder.add(*pool.recv())
                 if self._begun is not None:
+                    exchange.newest()
                     pool.send(self._taken(self._begun[1]))
             trajectories = [recorder.trajectory() for recorder in recorders]
             seconds = self.phases.take()

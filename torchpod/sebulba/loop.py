@@ -46,8 +46,8 @@ class SebulbaConfig:
     pools_per_actor: int = 1
     """Parts of an actor's environments. With 2, one is stepped while the actor decides for the other."""
     pools_share_threads: bool = False
-    """The pools of an actor are stepped by the same threads, as many as all of them would have, so that none stands
-    still while the actor decides for one: EnvPool's asynchronous mode, in a fixed order."""
+    """The pools of an actor are stepped by the same threads, as many as all of them would have, which have other
+    work while the actor decides for one: EnvPool's asynchronous mode, in a fixed order."""
     lag: int | Literal["free"] = 1
     """Unroll n is done with the parameters after n - lag updates, so that runs repeat to the bit; "free": with the
     newest there are."""

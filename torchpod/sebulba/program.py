@@ -146,7 +146,7 @@ def train(
       NonFiniteError: if the gradient is not finite any more.
     """
     if sebulba.replay:
-        sebulba.replay.check_calls(iterations_per_call)
+        sebulba.replay.check(iterations_per_call)
     until = sebulba.num_iterations if until is None else until
     names = names_of(state.carry.timestep, sebulba.agent.teams)
     iteration, began = int(state.iteration), time.perf_counter()

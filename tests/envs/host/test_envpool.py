@@ -387,12 +387,12 @@ def test_batches_of_one_pool_are_the_same_as_pools_of_their_own(task, num, size,
 
 
 def test_what_is_handed_over_at_once_divides_a_batch():
-    """Of 1 to 99 environments: a quarter, or the next smaller divisor."""
+    """Of 1 to 99 environments: a quarter, or the next larger divisor."""
     for size in range(1, 100):
         part = handed_over(size)
-        assert size % part == 0 and 4 * part <= max(4, size)
-        assert not any(size % other == 0 for other in range(part + 1, size // 4 + 1))
-    assert [handed_over(size) for size in (1, 3, 13, 12, 64)] == [1, 1, 1, 3, 16]
+        assert size % part == 0 and 4 * part >= size
+        assert not any(size % smaller == 0 and 4 * smaller >= size for smaller in range(1, part))
+    assert [handed_over(size) for size in (1, 3, 6, 13, 12, 64)] == [1, 1, 2, 13, 3, 16]
 
 
 def test_batches_keep_the_contract():
