@@ -38,7 +38,7 @@ from torchpod.types import FIRST, Tree
 
 ACTION_SETS = 8
 """Random actions of all environments, drawn beforehand and used in turn: what they cost is a row of its own."""
-CHUNK_ROWS = {"cpu": 16_384, "cuda": 1 << 22}
+CHUNK_ROWS = {"cpu": 4096, "cuda": 1 << 22}
 """Rows of agents per gradient call, about: what stays in a cache, and what holds the activations of 2000 x 1000 agents
 below the rest of the memory."""
 FEW_STEPS = 8
@@ -204,7 +204,7 @@ def build(
     groups = made.env.spec.groups or {}
     if sum(groups.values()) != num_agents:
         raise ValueError(f"{game} has {sum(groups.values())} agents, and not {num_agents}.")
-    learner = dataclasses.replace(made.learner, chunk_rows=max(1, CHUNK_ROWS[device] // num_agents))
+    learner = dataclasses.replace(made.learner, chunk_rows=CHUNK_ROWS[device])
     few = device == "cpu" and mode not in ("rollout", "update")
     return Anakin(
         lambda: IA2C(made.env.spec, made.config),

@@ -221,6 +221,22 @@ def test_the_worker_counts_environment_steps(game, num_agents, mode):
         assert sum(inputs == policy["observation_size"] for inputs, _ in policy["layers"]) == 1
 
 
+@pytest.mark.parametrize("num_agents", [5, 40])
+def test_a_gradient_is_of_about_as_many_agents_as_is_said(monkeypatch, num_agents):
+    options = {"mode": "update", "full": False, "compiler": Compiler(False), "device": "cpu"}
+    anakin, agents = worker.build("tag_gridworld", num_agents, 60, **options), []
+    cut = anakin.learner.dealer.cut
+
+    def cutting(minibatches, num_chunks):
+        chunks = cut(minibatches, num_chunks)
+        agents.extend(max(x.numel() for k, x in c.steps.items() if k.endswith("weight")) for c in chunks)
+        return chunks
+
+    monkeypatch.setattr(anakin.learner.dealer, "cut", cutting)
+    anakin.iterate(anakin.init(0))
+    assert agents and all(2 / 3 < n / worker.CHUNK_ROWS["cpu"] < 3 / 2 for n in agents)
+
+
 def test_a_game_with_another_number_of_agents_is_refused():
     options = {"mode": "env_only", "full": False, "compiler": Compiler(False), "device": "cpu"}
     with pytest.raises(ValueError, match=r"covid_economy has 52 agents, and not 5\."):
