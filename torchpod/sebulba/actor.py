@@ -211,7 +211,7 @@ class Actor:
             for pool, recorder in zip(self.pools, recorders, strict=True):
                 recorder.add(*pool.recv())
                 if self._begun is not None:
-                    exchange.newest()
+                    exchange.newest()  # a run that is over begins no step
                     pool.send(self._taken(self._begun[1]))
             trajectories = [recorder.trajectory() for recorder in recorders]
             seconds = self.phases.take()
