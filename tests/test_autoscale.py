@@ -78,6 +78,7 @@ class TestCommand:
             f"num_envs={written['num_envs']}",
         ]
 
+    @pytest.mark.slow
     def test_games_of_many_agents_are_measured_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ):
@@ -89,6 +90,7 @@ class TestCommand:
         assert all(row["verdict"] == "fits" and row["env_steps_per_s"] > 0 for row in rows)
         assert main([*shlex.split(capsys.readouterr().out.splitlines()[-1])[1:], *BRIEF]) == 0
 
+    @pytest.mark.slow
     def test_sebulba_looks_for_the_number_of_actors_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ):

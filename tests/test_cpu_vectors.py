@@ -114,5 +114,6 @@ def test_most_of_the_above_with_avx2():
     run_with("avx2", "-k", "float32 or int64 or behind")
 
 
+@pytest.mark.slow
 def test_programs_without_vectors():
     run_with("default", "-k", "masks and float32")

@@ -324,6 +324,7 @@ def test_an_agent_that_branches_on_a_tensor_is_not_compiled_and_its_line_named(c
     assert call("train", *settings, agent, "run_dir=run")[0] == 0
 
 
+@pytest.mark.slow
 def test_training_after_warming_up_compiles_nothing(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

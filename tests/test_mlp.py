@@ -199,13 +199,18 @@ class Skips(nn.Module):
     ("net", "forward", "backward"),
     [
         (network([4, 64, 64, 2], bias=False), [], []),
-        (network([4, 24, 2]), [], []),  # no multiple of 16
-        (network([4, 512, 2]), [], []),  # too wide
-        (network([4, 2]), [], []),
-        (network([4, 16, 16, 16, 16, 2]), [], []),
-        (network([4, 64, 64, 2], nn.ELU), [], []),
-        (nn.Sequential(network([4, 16, 16]), nn.Tanh(), network([16, 16, 2], nn.ReLU)), [], []),
-        (Skips(), [], []),
+        *(
+            pytest.param(net, [], [], marks=pytest.mark.slow)
+            for net in (
+                network([4, 24, 2]),  # no multiple of 16
+                network([4, 512, 2]),  # too wide
+                network([4, 2]),
+                network([4, 16, 16, 16, 16, 2]),
+                network([4, 64, 64, 2], nn.ELU),
+                nn.Sequential(network([4, 16, 16]), nn.Tanh(), network([16, 16, 2], nn.ReLU)),
+                Skips(),
+            )
+        ),
         (TwoHeads(), ["mlp2"], []),
     ],
 )

@@ -202,7 +202,11 @@ class Reordered(A2C):
 
 @pytest.mark.parametrize(
     ("cls", "compiled"),
-    [(Biases, False), (Reordered, False), (Reordered, True), pytest.param(Biases, True, marks=pytest.mark.slow)],
+    [
+        (Biases, False),
+        (Reordered, False),
+        *(pytest.param(cls, True, marks=pytest.mark.slow) for cls in (Reordered, Biases)),
+    ],
 )
 def test_gradients_of_unusual_agents(monkeypatch, cls, compiled, seed):
     monkeypatch.setitem(CASES, "other", (cls, A2CConfig, Catch(), {"channels": ()}))

@@ -82,7 +82,7 @@ def rows_written(run_dir: Path) -> int:
 @pytest.mark.parametrize(
     ("kills", "settings"),
     [
-        pytest.param(10, ("checkpoint.interval_s=0",), id="anakin"),
+        pytest.param(4, ("checkpoint.interval_s=0",), id="anakin"),
         pytest.param(10, ("checkpoint.interval_s=0.2",), id="anakin, now and then", marks=pytest.mark.slow),
         pytest.param(2, ("checkpoint.interval_s=0", "loop=sebulba"), id="sebulba"),  # two actor threads, lag 1
     ],

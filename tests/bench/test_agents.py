@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from torchpod.bench import agents, harness
 from torchpod.bench.agents import Case
 
 SMALL = ("compile=false", "algo.replay.min_size=64", "algo.replay.capacity=1024")
 
 
+@pytest.mark.slow
 def test_a_row_is_the_median_of_the_runs_summaries(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
     out = tmp_path / "out.json"

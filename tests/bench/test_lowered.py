@@ -24,6 +24,7 @@ def test_an_iteration_for_a_gpu_computes_what_it_should(population):
     assert found["layers"] == [[4, 16], [16, 16]] * 2 + [[16, 2], [16, 1]] and found["rows"] == 16
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_found():
     ended = lowered.run("tests.bench.wrong_programs", "--check")
     assert ended.returncode == 0, ended.stderr
@@ -36,6 +37,7 @@ def test_what_is_wrong_is_found():
     assert found["timed"] == "on a GPU kernel would be the quickest of 2 kernels, by a timing there."
 
 
+@pytest.mark.slow
 def test_a_thousand_agents_step_in_the_memory_that_is_promised():
     """Continuous Tag by the ten nearest, compiled for a GPU: all that a step makes, docs/multi-agent.md."""
     ended = lowered.run("tests.bench.lowered_memory")

@@ -173,6 +173,7 @@ def real_ranks(*options):
     return json.loads(line)
 
 
+@pytest.mark.slow
 def test_two_real_ranks_apart_make_no_sums():
     found = real_ranks("--apart")
     assert (found["ranks"], found["num_envs"], found["sums_per_iteration"], found["share_in_sums"]) == (2, 8, 0, 0.0)

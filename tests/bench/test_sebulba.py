@@ -122,7 +122,7 @@ def test_unequal_work_fails(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("task", "num_envs"),
     [
-        ("CartPole-v1", 4),
+        pytest.param("CartPole-v1", 4, marks=pytest.mark.slow),
         pytest.param("Ant-v4", 2, marks=pytest.mark.slow),
         pytest.param("Pong-v5", 1, marks=pytest.mark.slow),
     ],

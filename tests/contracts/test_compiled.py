@@ -94,7 +94,7 @@ def test_one_compiled_iteration_equals_eager_from_the_same_carry(seed, compiled)
     assert_compiled_equals_eager(seed, make(False), compiled)
 
 
-SLOW = ("gru", "a2c", "impala", "tag", "covid", "cnn", "groups")
+SLOW = ("continuous", "gru", "a2c", "impala", "tag", "covid", "cnn", "groups")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OTHERS])

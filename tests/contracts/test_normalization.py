@@ -98,6 +98,7 @@ class Disguised(CartPole):
         return 30 + 0.03 * state
 
 
+@pytest.mark.slow
 def test_it_learns_what_is_badly_scaled_where_it_could_not_without():
     env, returns = Disguised(max_episode_steps=200), {}
     for name, options in (("normalised", BOTH), ("raw", {})):

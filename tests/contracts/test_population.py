@@ -99,6 +99,7 @@ def compiled():
     return make(compile=True, **GENTLE)
 
 
+@pytest.mark.slow
 def test_the_compiled_population_agrees_with_eager_for_one_iteration(seed, compiled):
     """Actions and steps equal, other floats to 1e-5, parameters to 1e-5 after 4 steps of Adam."""
     eager = make(**GENTLE)

@@ -86,6 +86,7 @@ def test_members_cannot_differ_in_what_has_a_schedule(members: str, tmp_path: Pa
         train(tmp_path / "run", "population=2", f"+members.{members}=[0.1,0.2]")
 
 
+@pytest.mark.slow
 def test_a_compiled_update_follows_them(straight: Run, tmp_path: Path):
     compiled = train(tmp_path / "compiled", "compile=true")
     for name, x in learned(straight.dir).items():

@@ -96,7 +96,6 @@ SEBULBA = ("loop=sebulba", "loop.num_actor_threads=1", "algo.learner.learning_ra
 SHORT = f"total_env_steps={5 * ITERATION}"
 CASES = {
     "mlp": MLP,
-    "gru": GRU,
     "groups": (*GROUPS, SHORT),
     "sebulba": (*GRU, *SEBULBA, "algo=impala", SHORT),
 }
@@ -107,7 +106,7 @@ ENVPOOL = ("env=envpool", "+env.max_episode_steps=30", *SEBULBA, SHORT)
     "cases",
     [
         pytest.param(CASES, id="eager"),
-        pytest.param({"compiled": (*MLP, "compile=true")}, id="compiled", marks=pytest.mark.slow),
+        pytest.param({"gru": GRU, "compiled": (*MLP, "compile=true")}, id="compiled", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_draw_the_same_words_and_learn_the_same_as_one(cases: dict[str, tuple[str, ...]], tmp_path: Path):
@@ -150,7 +149,9 @@ def assert_learned_the_same(case: str, one: dict[str, Any], two: list[dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "num_ranks"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 1)], ids=["1x2", "1x4", "2x1"]
+    ("num_hosts", "num_ranks"),
+    [(1, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 4), (2, 1)))],
+    ids=["1x2", "1x4", "2x1"],
 )
 def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts: int, num_ranks: int, tmp_path: Path):
     """In Sebulba, with lag 1; every rank has its share of the environments, and one actor."""
@@ -328,6 +329,7 @@ def test_a_rank_that_hears_of_no_signal_is_ended_by_a_thread(monkeypatch: pytest
     assert ended.is_set() and capfd.readouterr().err == "torchpod: given up\n"
 
 
+@pytest.mark.slow
 def test_after_a_restart_by_torchrun_the_run_goes_on_from_its_last_checkpoint(tmp_path: Path):
     marker = tmp_path / "raised"
     fault = ("+env.fault=raise", "+env.at=100", "+env.rank=1", f"+env.marker={marker}")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.zygote import Zygote
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ENV_PAGE = (ROOT / "docs" / "write-an-environment.md").read_text()
@@ -68,7 +70,14 @@ def test_the_pages_have_commands():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def zygote():
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, zygote):
     """A folder with a run in it, and with a reader's own environment and agent."""
     path = tmp_path_factory.mktemp("reader")
     (path / "path" / "to").mkdir(parents=True)
@@ -76,22 +85,25 @@ def folder(tmp_path_factory):
         source = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
         (path / name).write_text(source)
         (path / "path" / "to" / name).write_text(source)
-    run(path, ["torchpod", "train", "experiment=cartpole", *SMALL])
+    run(zygote, path, ["torchpod", "train", "experiment=cartpole", *SMALL])
     return path
 
 
-def run(path, words):
-    programs = {"torchpod": ["-m", "torchpod"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, *programs[words[0]], *words[1:]], cwd=path, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run(zygote, path, words):
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if words[0] == "torchpod":
+        status, out, err = zygote.run(*words[1:], cwd=path, env=environment)
+    else:
+        assert words[0] == "torchrun", words
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+        result = subprocess.run(command, cwd=path, env=os.environ | environment, capture_output=True, text=True)
+        status, out, err = result.returncode, result.stdout, result.stderr
+    assert status == 0, err
+    return out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_pages_run(command, folder):
+def test_commands_of_the_pages_run(command, folder, zygote):
     """As they stand; training is cut short by further settings, and RUN and <run> are the run of the fixture."""
     done = min((folder / "runs" / "cartpole").iterdir())  # the first: later commands add theirs
     words = shlex.split(command.replace("<run>", done.name).replace("RUN...", str(done)).replace("RUN", str(done)))
@@ -99,4 +111,4 @@ def test_commands_of_the_pages_run(command, folder):
     replays = ["algo.replay.min_size=1"] if "experiment=sac_pendulum" in words else []
     once = ["algo.learner.num_minibatches=1", "--max-envs", "8", "--seconds", "0.05"]
     measures = once if "autoscale" in words else []
-    assert run(folder, [*words, *([*SMALL, *replays] if trains or measures else []), *measures])
+    assert run(zygote, folder, [*words, *([*SMALL, *replays] if trains or measures else []), *measures])

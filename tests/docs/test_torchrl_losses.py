@@ -15,6 +15,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")  # with the oldest TorchRL that is supported
+@pytest.mark.slow
 def test_the_blocks_run_in_order_and_the_agent_learns_in_both_loops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -23,6 +23,7 @@ from torchpod.rollout import make_step, start, unroll
 from torchpod.testing import check_env
 from torchpod.trees import stack
 
+pytestmark = pytest.mark.slow  # its C++ takes half a minute to compile
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "write-a-kernel.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -97,6 +97,7 @@ def test_what_runs_on_the_device_and_what_the_host_waits_for_is_found():
     assert kernels.table(events[:1]) == head
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_replay_without_a_gpu_has_no_kernels():
     prepared = anakin_worker.Prepared(build("cartpole", 8, compiled=False), "update", 1, compiler=Compiler(False))
     assert len(prepared.kernel_times().splitlines()) == 1
@@ -213,7 +214,8 @@ def require_the_same_update(name, *, compiled, device):
         torch.testing.assert_close(found.state.learner.params[key].cpu(), x, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [pytest.param("KLPENPPOLoss", marks=pytest.mark.slow), "dqn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["KLPENPPOLoss", "dqn"])
 def test_a_compiled_iteration_is_an_uncompiled_one(name):
     require_the_same_update(name, compiled=True, device="cpu")
 

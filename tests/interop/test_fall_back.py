@@ -73,7 +73,8 @@ def line_of(text):
     return f"{__file__}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
 
 
-@pytest.mark.parametrize("population", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("population", [1, 2])
 def test_a_loss_that_falls_back_learns_as_uncompiled_and_says_once_where(population, seed, recwarn):
     """Member by member, if there are several."""
     env, text = CartPole(), 'if data["advantage"].mean().item() > 1e9:'
@@ -136,6 +137,7 @@ def trained_by_sebulba(make_agent, seed, *, iterations, compiled=True):
     return state.learner.params
 
 
+@pytest.mark.slow
 def test_a_loss_that_falls_back_learns_in_sebulba_as_uncompiled(seed, recwarn):
     own = {"iterations": 1}
     found, uncompiled = (trained_by_sebulba(reading_agent, seed, compiled=x, **own) for x in (True, False))
@@ -175,6 +177,7 @@ def test_an_actor_that_does_not_compile_acts_in_threads_of_its_own(seed):
         assert torch.equal(x, results[1][name]), name
 
 
+@pytest.mark.slow
 def test_the_verdicts_are_those_of_the_installed_torchrl(capsys):
     assert losses.main() == 0
     lines = capsys.readouterr().out.splitlines()

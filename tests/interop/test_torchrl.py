@@ -455,7 +455,8 @@ def test_vtrace_corrects_for_an_actor_that_has_moved_on(kind, seed):
         torch.testing.assert_close(steps["value_target"][t], next_target, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("loop", [pytest.param("anakin", marks=pytest.mark.slow), "sebulba"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
 def test_vtrace_compiles_and_lets_a_loss_learn_from_older_actions(loop, seed, recwarn):
     env, ends = CartPole(max_episode_steps=9), []
     for enabled in (True, False):

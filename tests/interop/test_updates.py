@@ -41,7 +41,7 @@ from torchpod.learner import Learner, LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.replay.learning import ReplayLearner
 
-SLOW_TO_COMPILE = {"CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss", "ClipPPOLoss", "IPPOLoss", "PPOLoss"}
+QUICK_TO_COMPILE = {"A2CLoss", "DDPGLoss", "DQNLoss", "ReinforceLoss"}
 UPDATES = 3
 CASES = [
     *((name, CartPole, {}) for name in THERE if name not in CONTINUOUS),
@@ -195,7 +195,7 @@ def gradients_of_terms(agent, params, buffers, targets, batch, key):
 
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.filterwarnings("ignore:No target network updater", "ignore:.*Monte", "ignore:.*analytic")
-@pytest.mark.parametrize("name", with_slow([*THERE, *MULTI_AGENT], SLOW_TO_COMPILE))
+@pytest.mark.parametrize("name", with_slow([*THERE, *MULTI_AGENT], {*THERE, *MULTI_AGENT} - QUICK_TO_COMPILE))
 def test_the_compiled_gradient_of_each_term_is_that_of_torchrl(name, seed):
     """In float32, where the policy is not the one that acted.
 
@@ -254,7 +254,7 @@ class Updates:
 
 
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
-@pytest.mark.parametrize("name", with_slow(THERE, set(THERE) - {"A2CLoss", "DQNLoss"}))
+@pytest.mark.parametrize("name", with_slow(THERE, set(THERE) - {"DQNLoss"}))
 def test_a_hundred_updates_compile_nothing_after_the_first(name, seed, monkeypatch):
     """Though they might. Each is one call of what was recorded; every tenth has the gradient of an uncompiled one."""
     calls, run = [], Calls.run
@@ -316,8 +316,10 @@ GROUPS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [(n, False) for n in GROUPS] + [("A2CLoss", True), pytest.param("SACLoss", True, marks=pytest.mark.slow)],
+)
 def test_groups_have_optimizers_of_their_own(name, compiled, seed):
     """As so many of torch.optim, each with its rate and its clipping."""
     env, prefixes = env_for(name, max_episode_steps=T), GROUPS[name]

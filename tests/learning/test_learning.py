@@ -109,6 +109,7 @@ def test_a2c_and_impala_catch_with_every_seed(experiment):
     assert (final_returns(f"experiment={experiment}", "population=3") >= 0.95).all()
 
 
+@pytest.mark.slow
 def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
     """On a smaller board than the experiment's. Actions are drawn: greedy, the runner does one thing.
 
@@ -138,6 +139,7 @@ def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
         assert (untrained < 0.6).all() and (trained >= 0.9).all()
 
 
+@pytest.mark.slow
 def test_both_sides_learn_on_a_plane_with_every_seed():
     """Continuous Tag, smaller than the experiment's, each side against the other and against what that was before.
 
@@ -171,6 +173,7 @@ def test_both_sides_learn_on_a_plane_with_every_seed():
     assert (trained > untrained + 0.1).all()
 
 
+@pytest.mark.slow
 def test_governors_and_planner_learn_to_do_better_than_to_hold_and_than_chance():
     """On 60 days of the economy, uncompiled, with one seed; three others end above the same bounds.
 
@@ -243,11 +246,13 @@ def sebulba_return(*overrides: str, folder: Path) -> float:
     return run.summary["eval_return"]["mean"]
 
 
-@pytest.mark.parametrize("experiment", [pytest.param("catch", marks=pytest.mark.slow), "impala_catch"])
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["catch", "impala_catch"])
 def test_ppo_and_impala_catch_in_the_other_loop_too(experiment, tmp_path):
     assert sebulba_return(f"experiment={experiment}", folder=tmp_path / "run") >= 0.95
 
 
+@pytest.mark.slow
 def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path):
     pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
     for seed in range(3):
@@ -292,6 +297,7 @@ def test_a_gru_solves_memory_chain_where_an_mlp_cannot():
     assert (without <= 0.3).all()  # chance is 0; the best of 100 episodes a side
 
 
+@pytest.mark.slow
 def test_r2d2_solves_memory_chain_with_every_seed_where_a_dqn_without_memory_cannot(tmp_path):
     """In both loops, uncompiled: the unrolled cell takes longer to compile than to train."""
     settings = ("experiment=r2d2_memory_chain", "total_env_steps=80_000", "compile=false")
@@ -327,6 +333,7 @@ def test_ppo_climbs_the_probe_ladder(probe):
         assert output.action.tolist() == list(env.best_actions)
 
 
+@pytest.mark.slow
 def test_sac_swings_up_the_pendulum_with_every_seed():
     assert (final_returns("experiment=sac_pendulum", "population=3") >= -200).all()
 

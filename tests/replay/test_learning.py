@@ -319,7 +319,9 @@ def test_what_is_random_becomes_less_during_the_run(seed):
     assert remaining[-1] < 0.1
 
 
-@pytest.mark.parametrize(("compile", "population"), [(False, 1), (False, 2), (True, 1)])
+@pytest.mark.parametrize(
+    ("compile", "population"), [(False, 1), (False, 2), pytest.param(True, 1, marks=pytest.mark.slow)]
+)
 def test_schedules_begin_with_the_steps_that_only_fill_it(seed, compile, population):
     """After 0 steps, and not with what the filling ends with; what falls while it learns stays what it is."""
     points = ((0.0, 1.0), (10.0 * B * T, 0.0))

@@ -229,7 +229,7 @@ def test_pools_may_share_threads_from_one_start_of_a_run_to_the_next():
     assert [row["iteration"] for row in runs[0]] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("algo", ["ddpg", "td3", "sac"])
+@pytest.mark.parametrize("algo", ["td3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ddpg", "sac"))])
 def test_an_action_may_be_a_number(algo):
     small = [x for x in SMALL if "minibatches" not in x]
     replay = ("algo.env_steps_per_update=8", "algo.replay.min_size=32", "algo.replay.batch_size=8", "run_dir=run")
@@ -545,6 +545,7 @@ def group_is_empty(process):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
     process = start("env=corridor.py:Slow", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(36, process)
@@ -559,6 +560,7 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
@@ -572,7 +574,7 @@ def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
 @pytest.mark.parametrize(
     ("which", "env", "name"),
     [
-        (0, ("env=gymnasium", "env.processes=true"), "CartPole-v1"),
+        pytest.param(0, ("env=gymnasium", "env.processes=true"), "CartPole-v1", marks=pytest.mark.slow),
         (-1, ("env=gymnasium", "env.processes=true"), "CartPole-v1"),
         pytest.param(-1, ("env=corridor.py:Corridor", "+env.processes=true"), "Corridor", marks=pytest.mark.slow),
     ],

@@ -166,6 +166,7 @@ def test_configuration_keeps_the_contract(configuration):
     check_env(GridWorld(configuration, max_episode_steps=12), num_envs=4, num_steps=30, compile=False)
 
 
+@pytest.mark.slow
 def test_a_free_configuration_keeps_the_contract_compiled():
     objects = [{"reward": [1, 2], "termination": 0.2, "respawn": 0.5, "count": 2}]
     check_env(GridWorld(walls=["..#", "..."], objects=objects, placement="random", explicit_collect=True), num_steps=30)

@@ -82,7 +82,7 @@ def test_environments_keep_the_contract(walk):
 
 
 @pytest.mark.filterwarnings("ignore")  # Brax's own, while it makes and traces what nobody maintains
-@pytest.mark.parametrize("task", ["fast", "inverted_pendulum"])
+@pytest.mark.parametrize("task", ["fast", pytest.param("inverted_pendulum", marks=pytest.mark.slow)])
 def test_steps_are_those_of_brax_itself(task, seed):
     import jax
 

@@ -67,6 +67,10 @@ def keys(num, seed=0):
     return random.split(random.key(seed), num)
 
 
+IN_THREAD_AND_PROCESSES = [False, pytest.param(True, marks=pytest.mark.slow)]
+"""Processes take seconds to start; a case that always runs is the test below of mistakes in them."""
+
+
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "FrozenLake-v1", "Blackjack-v1", Bets])
 def test_environments_keep_the_contract(task):
     check_env(Gymnasium(task), num_envs=3)
@@ -236,7 +240,7 @@ class Old(gymnasium.Env):
 
 
 @pytest.mark.filterwarnings("ignore:.*ERROR")
-@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("processes", IN_THREAD_AND_PROCESSES)
 @pytest.mark.parametrize("arguments", [(), (3, True), (2, True)])
 def test_an_environment_of_gym_before_0_26_is_told_what_to_return(arguments, processes):
     env = Gymnasium(functools.partial(Old, *arguments), processes=processes)
@@ -278,7 +282,7 @@ UNIT, PAIR = spaces.Box(0.0, 1.0, (1,)), spaces.Dict({"a": spaces.Box(0.0, 1.0, 
 ONE = np.ones(1, np.float32)
 
 
-@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("processes", IN_THREAD_AND_PROCESSES)
 @pytest.mark.filterwarnings("ignore:.*ERROR")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -330,7 +334,7 @@ class Masked(gymnasium.Env):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float32, bool])
-@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("processes", IN_THREAD_AND_PROCESSES)
 def test_a_mask_is_one_of_bools_and_kept_to(dtype, processes):
     env = Gymnasium(functools.partial(Masked, dtype), processes=processes)
     assert env.spec.observation["action_mask"] == Array((5,), torch.bool)
