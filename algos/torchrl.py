@@ -391,6 +391,29 @@ CONTINUOUS = ("CQLLoss", "CrossQLoss", "DDPGLoss", "IQLLoss", "REDQLoss", "SACLo
 """Those that are for continuous actions alone."""
 MULTI_AGENT = ("IPPOLoss", "MAPPOLoss")
 """Those that TorchRL has for groups of agents; the others that are on-policy can have them, too."""
+_READERS: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("gae_lambda", "normalize_advantage"), tuple(ON_POLICY)),
+    **dict.fromkeys(("target_rate", "target_interval"), tuple(x for x in OFF_POLICY if x != "CrossQLoss")),
+    **dict.fromkeys(("epsilon", "exploration_fraction"), EPSILON_GREEDY),
+    "noise": NOISY,
+    **dict.fromkeys(("num_atoms", "low", "high"), ("DistributionalDQNLoss",)),
+}
+"""The losses that read a setting, for settings that not all of them do."""
+
+
+def without_effect(settings: Mapping[str, Any]) -> str | None:
+    """A sentence about the first setting of `algo.agent` that its loss, or that of a policy, does not read."""
+    own = {name: x for name, x in (settings.get("policies") or {}).items() if isinstance(x, Mapping)}
+    for prefix, given in (("", settings), *((f"policies.{name}.", x) for name, x in own.items())):
+        loss = given.get("loss", settings.get("loss", LossConfig.loss))
+        for name, readers in _READERS.items():
+            default = getattr(LossConfig, name)
+            if loss in LOSSES and loss not in readers and given.get(name, default) != default:
+                return (
+                    f"algo.agent.{prefix}{name}={given[name]} has no effect on {loss}; leave it out. "
+                    f"It is of {', '.join(readers)}."
+                )
+    return None
 
 
 def parts(spec: EnvSpec, config: LossConfig) -> Parts:

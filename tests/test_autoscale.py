@@ -51,6 +51,7 @@ BRIEF = ("logger.console=false", "total_env_steps=64", "evaluation.episodes=2")
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_what_it_writes_and_prints_trains(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ):

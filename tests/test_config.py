@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.marks import with_slow
 from torchpod import algos, configs, envs
 from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT
 from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load
@@ -34,8 +35,12 @@ def test_the_groups_hold_what_there_is():
     assert set(choices("experiment")) >= {"cartpole", "catch", "memory_chain", "pendulum"}
 
 
+SLOW = ["env=minatar_freeway", *(f"experiment={x}" for x in ("ppo_minatar_freeway", "ppo_pong", "ppo_pong_gpu"))]
+
+
 @pytest.mark.parametrize(
-    "override", [f"{group}={name}" for group in ("experiment", "algo", "env", "loss") for name in choices(group)]
+    "override",
+    with_slow([f"{group}={name}" for group in ("experiment", "algo", "env", "loss") for name in choices(group)], SLOW),
 )
 def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
     atari = "pong" in override or override == "experiment=r2d2_breakout"
@@ -255,6 +260,14 @@ def test_members_of_a_policy_are_checked_too():
         (["algo=ppo", "loop=sebulba", "logger.phases=true"], "logger.phases=true is for loop=anakin; leave it out."),
         (["algo=torchrl", "algo.agent.loss=SACLoss"], "write loss=SACLoss, which has all."),
         (["loss=SACLoss", "algo.agent.loss=TD3Loss"], "write loss=TD3Loss, which has all."),
+        (["loss=DQNLoss", "algo.agent.noise=0.3"], "noise=0.3 has no effect on DQNLoss; leave it out. It is of DDPGLo"),
+        (["loss=ClipPPOLoss", "algo.agent.low=-5"], "low=-5 has no effect on ClipPPOLoss; leave it out. It is of Dis"),
+        (["loss=CrossQLoss", "algo.agent.target_rate=0.1"], "target_rate=0.1 has no effect on CrossQLoss; leave it ou"),
+        (["loss=SACLoss", "algo.agent.gae_lambda=0.5"], "algo.agent.gae_lambda=0.5 has no effect on SACLoss; leave"),
+        (
+            ["loss=IPPOLoss", "algo.agent.policies={runner:{epsilon:0.3}}"],
+            "algo.agent.policies.runner.epsilon=0.3 has no effect on IPPOLoss; leave it out. It is of DQNLoss",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(overrides: list[str], message: str):

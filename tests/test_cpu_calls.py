@@ -46,7 +46,11 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("env_name", "overrides", "population"),
-    [("cartpole", ["algo=impala"], 1), ("memory_chain", ["algo.agent.recurrent=8"], 3), ("pendulum", [], 1)],
+    [
+        ("cartpole", ["algo=impala"], 1),
+        pytest.param("memory_chain", ["algo.agent.recurrent=8"], 3, marks=pytest.mark.slow),
+        pytest.param("pendulum", [], 1, marks=pytest.mark.slow),
+    ],
 )
 def test_an_unroll_in_cpp_is_one_in_python(env_name, overrides, population, seed, runs):
     config = load([f"env={env_name}", "algo.agent.hidden=[16]", *overrides])

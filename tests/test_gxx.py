@@ -45,6 +45,7 @@ def test_a_compiler_that_refuses_the_flags_of_the_processor_is_asked_by_inductor
     assert not gxx._compiler_knows_processor()
 
 
+@pytest.mark.slow
 def test_the_vector_instructions_that_are_found_are_those_that_inductor_finds_by_building_libraries():
     tell = """
 from torch._inductor import cpu_vec_isa

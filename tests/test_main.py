@@ -313,7 +313,7 @@ def test_an_agent_that_breaks_the_contract_is_not_trained(call: Call, name: str,
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+@pytest.mark.parametrize("loop", ["anakin", pytest.param("sebulba", marks=pytest.mark.slow)])
 def test_an_agent_that_branches_on_a_tensor_is_not_compiled_and_its_line_named(call: Call, loop: str):
     agent, settings = f"algo={AGENT_FILE}:Branches", [item for item in SMALL if not item.startswith("algo.agent.")]
     more = ["compile=true", f"loop={loop}"] + (["loop.lag=0"] if loop == "sebulba" else [])
@@ -485,7 +485,7 @@ class TestDisk:
         assert session_of(process) == []
         return subprocess.CompletedProcess(command, process.returncode, out, error)
 
-    @pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+    @pytest.mark.parametrize("loop", ["anakin", pytest.param("sebulba", marks=pytest.mark.slow)])
     def test_a_full_disk_ends_the_run_with_one_sentence_and_its_last_checkpoint(self, tmp_path: Path, loop: str):
         result = self.mounted(
             "size=128k" if loop == "anakin" else "size=256k",

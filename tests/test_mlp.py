@@ -234,7 +234,7 @@ class Convolution(nn.Module):
         return self.head(self.convolution(x.permute(0, 3, 1, 2)).relu().flatten(1))
 
 
-@pytest.mark.parametrize("population", [1, 2])
+@pytest.mark.parametrize("population", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_inputs_come_in_any_layout(population, generator):
     net, lead = Convolution(), () if population == 1 else (population,)
     params, x = parameters(net, population), torch.randn(*lead, 7, 6, 5, 2)

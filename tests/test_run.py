@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_running_call(zygote: Zygote, tmp_
     assert checkpoint.latest(tmp_path / "slow").name >= saved.name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_run_that_is_told_to_stop_while_it_compiles_stops_at_once(number: signal.Signals, tmp_path: Path):
     process = subprocess.Popen(
         [sys.executable, "-m", "torchpod", "train", "run_dir=compiling"],

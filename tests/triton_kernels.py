@@ -58,11 +58,11 @@ def errors(lead, rows, sizes, relu, networks, generator):
 
 
 def interpreted(seed):
-    """Of all cases."""
+    """Of a third of the cases; of which, the seed says."""
     generator = torch.Generator().manual_seed(seed)
     gpu_mlp.BLOCKS = 4  # so that a block takes several times rows
     cases = itertools.product(((), (3,)), (1, 150), SIZES, (False, True), (1, 2))
-    return [errors(*case, generator) for case in cases]
+    return [errors(*case, generator) for i, case in enumerate(cases) if (i + i // 12 + seed) % 3 == 0]
 
 
 def machine_code():

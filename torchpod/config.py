@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchpod import algos, configs
+from torchpod.algos.torchrl import without_effect
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.sebulba import SebulbaConfig
@@ -216,7 +217,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
-        base = _keys(OmegaConf.to_container(compose("train", [o for o in plain if _key(o) in GROUPS and _known(o)])))
+        base = _keys_of(tuple(o for o in plain if _key(o) in GROUPS and _known(o)))
         for override in plain:
             _check_override(override, base)
         try:
@@ -241,6 +242,8 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         replay, field = config.algo.replay, name.rpartition(".")[2]
         if replay is not None and not replay.prioritised and getattr(replay, field) != getattr(ReplayConfig(), field):
             raise ConfigError(f"{name} is of prioritised replay; add algo.replay.prioritised=true, or leave it out.")
+    if config.algo.name == "torchrl" and (told := without_effect(config.algo.agent)):
+        raise ConfigError(told)
     return config
 
 
@@ -370,6 +373,13 @@ def _initials(name: str) -> str:
     return "".join(word[:1] for word in name.rpartition(".")[2].split("_"))
 
 
+@functools.cache
+def _keys_of(groups: tuple[str, ...]) -> Sequence[str]:
+    """All settings of these choices."""
+    return _keys(OmegaConf.to_container(compose("train", list(groups))))
+
+
+@functools.cache
 def _register() -> None:
     store = ConfigStore.instance()
     agents = {f"{name}_defaults": (name, config()) for name, (_, config) in algos.MAKERS.items()}

@@ -15,6 +15,7 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 _MASK = 0xFFFFFFFF
 # Philox multiplies 32-bit words into 64 bits, which overflows int64 (undefined in C++). With M = 2^32 - M' and
@@ -24,8 +25,10 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _DRAW, _FOLD = 0, 1
 
 
-def _philox(key: Tensor, lane: Tensor, counter: Tensor, purpose: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _philox(key: Tensor, lane: Tensor, counter: Tensor, purpose: int) -> tuple[Tensor, ...]:
     """Philox4x32-10 of counter words (lane, counter, 0, purpose): four tensors of the broadcast shape."""
+    if _are_plain(key, lane, counter):
+        return _philox_in_numpy(key, lane, counter, purpose)
     k0, k1 = key[..., 0:1], key[..., 1:2]
     # `& _MASK` changes nothing, but hides from inductor that lanes count 0, 1, 2, ...: it would turn lane * M into an
     # `arange` with step M, whose vectorised C++ (torch 2.13) multiplies in 32 bits, and draws other words than eager.
@@ -37,6 +40,28 @@ def _philox(key: Tensor, lane: Tensor, counter: Tensor, purpose: int) -> tuple[T
         key0, key1 = (k0 + (_WEYL_0 * i & _MASK)) & _MASK, (k1 + (_WEYL_1 * i & _MASK)) & _MASK
         c0, c1, c2, c3 = hi1 ^ c1 ^ key0, p1 & _MASK, hi0 ^ c3 ^ key1, p0 & _MASK
     return c0, c1, c2, c3
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Whether these are numbers of the CPU that nothing traces, maps or watches."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
+        and not any(map(is_functorch_wrapped_tensor, tensors))
+    )
+
+
+def _philox_in_numpy(key: Tensor, lane: Tensor, counter: Tensor, purpose: int) -> tuple[Tensor, ...]:
+    """The same words without 160 calls of torch: 0.1 ms instead of 0.35, and half the time for 65,536 keys."""
+    k, c0, c1 = (x.numpy().view(np.uint64) for x in (key, lane, counter))
+    k0, k1, c0 = k[..., 0:1], k[..., 1:2], c0 & _MASK
+    c2, c3 = np.zeros_like(c0), np.full_like(c0, purpose)
+    for i in range(10):
+        p0, p1 = c0 * (_NEG_M0 + 2**32), c2 * (_NEG_M1 + 2**32)
+        key0, key1 = (k0 + (_WEYL_0 * i & _MASK)) & _MASK, (k1 + (_WEYL_1 * i & _MASK)) & _MASK
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ key0, p1 & _MASK, (p0 >> 32) ^ c3 ^ key1, p0 & _MASK
+    return tuple(torch.from_numpy(x.view(np.int64)) for x in (c0, c1, c2, c3))
 
 
 def key(seed: int, device: torch.device | str = "cpu") -> Tensor:

@@ -64,6 +64,7 @@ def test_every_group_follows_its_own_loss_alone(seed):
         assert group == "value" or want["critics.0.value.weight"].any()
 
 
+@pytest.mark.slow
 def test_compiled_gradients_equal_eager_ones(seed):
     agent, params, buffers, targets = make(seed)
     learner = Learner(agent, LearnerConfig(), num_iterations=1, compiler=Compiler(True))

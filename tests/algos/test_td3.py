@@ -108,6 +108,7 @@ def test_every_group_follows_its_own_loss_alone(seed):
             assert gradient.any()
 
 
+@pytest.mark.slow
 def test_compiled_gradients_equal_eager_ones(seed):
     agent, params, buffers, targets = make(seed)
     learner = Learner(agent, LearnerConfig(), num_iterations=1, compiler=Compiler(True))

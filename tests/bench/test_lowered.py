@@ -8,7 +8,8 @@ import pytest
 from torchpod.bench import lowered
 
 
-@pytest.mark.parametrize("population", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("population", [1, 2])
 def test_an_iteration_for_a_gpu_computes_what_it_should(population):
     """PPO on CartPole: every program, its kernels interpreted, and none of them returns to the host."""
     small = ["algo.unroll_length=4", "algo.agent.hidden=[16, 16]", "algo.learner.num_minibatches=2"]

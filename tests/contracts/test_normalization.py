@@ -51,7 +51,7 @@ def test_the_statistics_are_those_of_everything_that_was_seen(seed):
     assert np.max(returns) > 10  # whole episodes were added up, over several unrolls
 
 
-@pytest.mark.parametrize("recurrent", [0, 6])
+@pytest.mark.parametrize("recurrent", [pytest.param(0, marks=pytest.mark.slow), 6])
 def test_an_agent_that_normalises_keeps_the_contract(recurrent):
     env = CartPole(max_episode_steps=7)
     check_agent(PPO(env.spec, PPOConfig(hidden=(8,), recurrent=recurrent, **BOTH)), env)

@@ -76,9 +76,13 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_transform_keeps_the_contract(name):
-    check_env(MAKERS[name](Diary()))
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [(name, name in ("frame_stack", "all")) for name in MAKERS]
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in MAKERS if name not in ("frame_stack", "all")],
+)
+def test_a_transform_keeps_the_contract(name, compile):
+    check_env(MAKERS[name](Diary()), compile=compile)
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in ("action_repeat", "time_limit", "all")])

@@ -250,7 +250,10 @@ WITH_REPLAY = [
 """Agents, whether what they learn from lies in the host's memory, and whether it has priorities."""
 
 
-@pytest.mark.parametrize(("name", "host", "prioritised"), WITH_REPLAY)
+@pytest.mark.parametrize(
+    ("name", "host", "prioritised"),
+    [x if x[0] == "dqn" or not x[2] else pytest.param(*x, marks=pytest.mark.slow) for x in WITH_REPLAY],
+)
 def test_replayed_iterations_with_replay_are_those_of_the_loop(name, host, prioritised):
     assert unlike_the_loop(name, host, prioritised, compiled=False, device="cpu") == []
 

@@ -1,6 +1,5 @@
 """Rows of CartPole and Pendulum as our agents of TorchRL losses get them, and as a TorchRL user has them."""
 
-import pytest
 import torch
 import torchrl
 import torchrl.objectives
@@ -129,10 +128,6 @@ def of_both(name, env, seed, **arguments):
     if name == "IPPOLoss":  # TorchRL's default is per agent
         loss.normalize_advantage = False
     return agent, loss
-
-
-def with_slow(names, slow):
-    return [pytest.param(x, marks=pytest.mark.slow if x in slow else ()) for x in names]
 
 
 def anakin(make, env, compiled=False, population=1, iterations=100, num_envs=32, **learner):

@@ -24,7 +24,7 @@ def last_of(reports):
     return states[-1]
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+@pytest.mark.parametrize("host", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tensor", "host"])
 @pytest.mark.parametrize("name", [*THERE, *sorted(MULTI_AGENT)])
 def test_in_lockstep_sebulba_equals_anakin_to_the_bit(name, host, seed):
     env = Meadow(max_episode_steps=5) if name in MULTI_AGENT else env_for(name, max_episode_steps=5)

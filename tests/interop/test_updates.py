@@ -25,8 +25,8 @@ from tests.interop.rows import (
     in_torchrls_words,
     of_both,
     single,
-    with_slow,
 )
+from tests.marks import with_slow
 from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT, ON_POLICY, parts, torchrl_agent
@@ -54,7 +54,7 @@ CASES = [
 ]
 NOISY = ("CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss", SAC_V1)
 """Whose actions are drawn from normal numbers in float32: logarithms and cosines, which compilers round otherwise."""
-QUICK = [("A2CLoss", CartPole, {}), ("DQNLoss", CartPole, {})]
+QUICK = [("A2CLoss", CartPole, {})]
 """To compile."""
 
 
@@ -318,7 +318,7 @@ GROUPS = {
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [(n, False) for n in GROUPS] + [("A2CLoss", True), pytest.param("SACLoss", True, marks=pytest.mark.slow)],
+    [(n, False) for n in GROUPS] + [pytest.param(n, True, marks=pytest.mark.slow) for n in GROUPS],
 )
 def test_groups_have_optimizers_of_their_own(name, compiled, seed):
     """As so many of torch.optim, each with its rate and its clipping."""

@@ -27,6 +27,9 @@ from torchpod.run import execute
 from torchpod.scripted import scripted
 from torchpod.testing.probes import LADDER
 
+ONE_SEED_OR_MORE = [1, pytest.param(3, marks=pytest.mark.slow)]
+"""The first in `make test`, for runs that take half a minute each."""
+
 
 def made(*overrides: str) -> tuple[Anakin, RunState]:
     """An experiment before its first iteration."""
@@ -109,7 +112,6 @@ def test_a2c_and_impala_catch_with_every_seed(experiment):
     assert (final_returns(f"experiment={experiment}", "population=3") >= 0.95).all()
 
 
-@pytest.mark.slow
 def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
     """On a smaller board than the experiment's. Actions are drawn: greedy, the runner does one thing.
 
@@ -139,8 +141,8 @@ def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
         assert (untrained < 0.6).all() and (trained >= 0.9).all()
 
 
-@pytest.mark.slow
-def test_both_sides_learn_on_a_plane_with_every_seed():
+@pytest.mark.parametrize("population", ONE_SEED_OR_MORE)
+def test_both_sides_learn_on_a_plane_with_every_seed(population):
     """Continuous Tag, smaller than the experiment's, each side against the other and against what that was before.
 
     With six seeds 0.57 to 0.59 of the runners were tagged before; by trained taggers 0.85 to 0.93 of the same runners;
@@ -151,7 +153,7 @@ def test_both_sides_learn_on_a_plane_with_every_seed():
     others = ("env.edge_hit_penalty=-0.1", "env.max_episode_steps=40", "algo.agent.discount=0.95", "num_envs=64")
     learning = ("algo.agent.hidden=[32,32]", "algo.agent.entropy_coefficient=0.003", "algo.learner.learning_rate=3e-3")
     batches = ("algo.unroll_length=40", "algo.learner.num_epochs=4", "algo.learner.num_minibatches=4")
-    run = ("total_env_steps=250_000", "population=3")
+    run = ("total_env_steps=250_000", f"population={population}")
     anakin, state = made("experiment=ippo_tag_continuous", *plane, *fewer, *others, *learning, *batches, *run)
     before = state.learner.params | state.learner.buffers
     *_, (_, program) = train(anakin, state, iterations_per_call=8)
@@ -173,7 +175,6 @@ def test_both_sides_learn_on_a_plane_with_every_seed():
     assert (trained > untrained + 0.1).all()
 
 
-@pytest.mark.slow
 def test_governors_and_planner_learn_to_do_better_than_to_hold_and_than_chance():
     """On 60 days of the economy, uncompiled, with one seed; three others end above the same bounds.
 
@@ -222,6 +223,7 @@ def regulator_return(env: PointMass | Pendulum, a: list, b: list, force_cost: fl
 # Uncompiled: the two programs of APG take longer to compile than to train.
 
 
+@pytest.mark.slow
 def test_apg_brings_the_point_mass_to_the_origin_with_every_seed():
     """Within 5 % of the regulator, -5.7; without a force the mean is -609."""
     dt = 0.1
@@ -252,10 +254,10 @@ def test_ppo_and_impala_catch_in_the_other_loop_too(experiment, tmp_path):
     assert sebulba_return(f"experiment={experiment}", folder=tmp_path / "run") >= 0.95
 
 
-@pytest.mark.slow
-def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path):
+@pytest.mark.parametrize("seeds", ONE_SEED_OR_MORE)
+def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path, seeds):
     pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
-    for seed in range(3):
+    for seed in range(seeds):
         override = "experiment=impala_cartpole_sebulba"
         assert sebulba_return(override, f"seed={seed}", folder=tmp_path / str(seed)) >= 475
 

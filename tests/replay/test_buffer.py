@@ -404,7 +404,10 @@ def test_a_population_is_as_many_single_buffers(seed, prioritised, length, seque
             assert_same(pytree.tree_map(lambda *x: torch.stack(x), *own), shared)
 
 
-@pytest.mark.parametrize(("prioritised", "length", "sequences"), [(EVENLY, 3, False), (PRIORITISED, T, True)])
+@pytest.mark.parametrize(
+    ("prioritised", "length", "sequences"),
+    [pytest.param(EVENLY, 3, False, marks=pytest.mark.slow), (PRIORITISED, T, True)],
+)
 def test_a_compiled_sample_is_the_eager_one(seed, prioritised, length, sequences):
     ring = make(prioritised, length, sequences)
     priorities = ring.priorities("cpu")

@@ -11,7 +11,7 @@ import gymnasium
 import pytest
 import torch
 
-from tests.sebulba.test_sebulba import AGENTS, LEARNER, Apart, T, make, no_thread_is_left, run, threads
+from tests.sebulba.runs import AGENTS, LEARNER, Apart, T, make, run, threads
 from torchpod.anakin import NonFiniteError
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
@@ -21,8 +21,6 @@ from torchpod.envs.host.batches import Batches
 from torchpod.sebulba import ActorError, Sebulba, SebulbaConfig
 from torchpod.sebulba.actor import Actor, Pool
 from torchpod.sebulba.exchange import Exchange, Phases
-
-__all__ = ["no_thread_is_left"]  # a fixture that every test here uses
 
 
 class Broken(HostEnv):

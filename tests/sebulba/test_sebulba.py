@@ -1,13 +1,8 @@
-"""Sebulba against Anakin, against itself, and against environments that misbehave."""
+"""Sebulba against Anakin, and against itself."""
 
-import collections
-import contextlib
 import copy
-import itertools
 import random as python_random
-import threading
 import time
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -21,79 +16,18 @@ from tests.contracts.test_alignment import (
     assert_rows_line_up,
     learned_from,
 )
-from tests.zygote import wait_until
+from tests.sebulba.runs import AGENTS, LEARNER, LOCKSTEP, B, T, assert_equal, make, run
 from torchpod import random
-from torchpod.algos.a2c import A2C, A2CConfig
-from torchpod.algos.impala import IMPALA, IMPALAConfig
-from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
+from torchpod.algos.a2c import A2C
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.compile import Compiler
-from torchpod.env import HostEnv, make_timestep
+from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import EnvPool, Gymnasium
-from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
-from torchpod.sebulba.exchange import Exchange
 from torchpod.sebulba.program import Program
-from torchpod.sebulba.transfer import Port, hand_over
-from torchpod.specs import HOST, Array, Discrete, EnvSpec
 from torchpod.types import FIRST
-
-T, B = 8, 4
-LEARNER = LearnerConfig(num_epochs=2, num_minibatches=2, learning_rate=1e-2)
-LOCKSTEP = SebulbaConfig(num_actor_threads=1, lag=0)
-AGENTS = {
-    "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(8,))),
-    "a2c": lambda spec: A2C(spec, A2CConfig(hidden=(8,))),
-    "impala": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,))),
-    "lstm": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,), recurrent=6, cell="lstm")),
-    "gru": lambda spec: PPO(
-        spec, PPOConfig(hidden=(8,), recurrent=6, normalize_reward=True, normalize_observation=True)
-    ),
-    "torchrl": lambda spec: torchrl_agent(spec, TorchRLConfig("KLPENPPOLoss", hidden=(8,))),
-}
-
-
-def make(config=LOCKSTEP, agent="ppo", env=None, iterations=50, compiled=False, num_envs=B, **settings):
-    env = env or CartPole(max_episode_steps=7)
-    return Sebulba(
-        lambda: AGENTS[agent](env.spec),
-        lambda: copy.copy(env),
-        num_envs=num_envs,
-        unroll_length=T,
-        learner=LEARNER,
-        num_iterations=iterations,
-        compiler=Compiler(enabled=compiled),
-        config=config,
-        **settings,
-    )
-
-
-def run(sebulba, state, until=None, sleep_s=0.0):
-    """The last state, and the metrics of all iterations. The learner sleeps up to `sleep_s` between two of them."""
-    history = []
-    for report, program in train(sebulba, state, until=until):
-        history.append(report.metrics)
-        state = program.state
-        time.sleep(python_random.random() * sleep_s)
-    return state, history
-
-
-def assert_equal(a, b, **tolerance):
-    tolerance = tolerance or {"rtol": 0, "atol": 0}
-    pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y, equal_nan=True, **tolerance), a, b)
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("torchpod-actor")]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    assert threads() == []
 
 
 class Jittery(CartPole):
@@ -216,7 +150,7 @@ def test_two_actors_act_as_one_does(seed):
     assert_equal(second[0], first[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+@pytest.mark.parametrize("host", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tensor", "host"])
 @pytest.mark.parametrize("agent", ["ppo", "impala", "gru", "torchrl"])
 def test_programs_with_memory_of_their_own_do_the_same(seed, agent, host):
     """What CUDA graphs need, without the graphs."""
@@ -273,308 +207,6 @@ def test_pools_that_cannot_share_their_threads_are_refused(kind):
     message = "several pools; raise loop.pools_per_actor=1" if kind == "one pool" else ".* is none, or has"
     with pytest.raises(ValueError, match=f"loop.pools_share_threads=true is for .*{message}"):
         make(SebulbaConfig(2, pools_per_actor=1 if kind == "one pool" else 2, pools_share_threads=True), env=env)
-
-
-class Apart:
-    """Of one endless episode, stepped between `send` and `recv`; every observation is the number of the pool."""
-
-    spec, traits = EnvSpec("apart", observation=Array((1,)), action=Discrete(2)), HOST
-
-    def __init__(self, happened):
-        self.happened, self.number = happened, itertools.count()
-
-    def init(self, keys):
-        self.number, self.size = next(self.number), keys.shape[0]  # the counter is of all copies
-        return None, self.timestep(torch.ones(self.size, dtype=torch.bool))
-
-    def step(self, state, action, keys):
-        self.send(action)
-        return None, self.recv()
-
-    def send(self, action):
-        self.happened.append(("send", self.number))
-
-    def recv(self):
-        self.happened.append(("recv", self.number))
-        return self.timestep(torch.zeros(self.size, dtype=torch.bool))
-
-    def timestep(self, reset):
-        no = torch.zeros_like(reset)
-        observation = torch.full((self.size, 1), float(self.number))
-        return make_timestep(observation, torch.ones(self.size), reset=reset, terminated=no, truncated=no)
-
-
-def three_iterations(seed, monkeypatch, happened, **settings):
-    """Of pools that are `Apart`; writes down for which of them it decides, too."""
-    act = PPO.act
-
-    def decides(agent, timestep, *args):
-        happened.append(("act", int(timestep.observation[0, 0])))
-        return act(agent, timestep, *args)
-
-    sebulba = make(SebulbaConfig(lag=0, **settings), env=Apart(happened), iterations=3)
-    state = sebulba.init(seed)
-    monkeypatch.setattr(PPO, "act", decides)
-    program = Program(sebulba, state)
-    happened.clear()  # what was done to compile
-    program.begin()
-    try:
-        for _ in range(3):
-            program()
-    finally:
-        program.close()
-
-
-@pytest.mark.parametrize("num_pools", [1, 2, 4])
-def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypatch, num_pools):
-    happened, under_way, others = [], set(), []
-    three_iterations(seed, monkeypatch, happened, num_actor_threads=1, pools_per_actor=num_pools)
-    for what, pool in happened[: 3 * 3 * num_pools * T]:  # of three unrolls
-        if what == "act":
-            others.append(len(under_way))
-            assert pool not in under_way
-        elif what == "send":
-            under_way.add(pool)
-        else:
-            under_way.remove(pool)
-    first = list(range(num_pools))  # of an unroll
-    assert others == 3 * (first + (T - 1) * num_pools * [num_pools - 1])
-
-
-def test_the_next_unroll_is_begun_before_the_last_is_handed_over_if_its_parameters_are_there(seed):
-    happened = []
-    sebulba = make(SebulbaConfig(num_actor_threads=1, lag=1), "impala", Apart(happened), iterations=4)
-    state = sebulba.init(seed)
-    (actor,) = sebulba.actors(state)
-    exchange = Exchange([actor.phases], lag=1, capacity=4, timeout_s=60.0)
-    variables = hand_over(sebulba.learner.acting(state.learner, state.iteration), sebulba.device)
-    unrolls, begun = {0: [], 1: [], 2: [], 3: []}, []
-    exchange.publish(0, variables)
-    actor._thread = threading.current_thread()
-    for number in unrolls:
-        happened.clear()
-        if number == 2:
-            exchange.publish(1, variables)
-        (item,) = actor.produce(exchange, number)
-        unrolls[number] = [what for what, _ in happened]
-        begun.append(item.version)
-        if number == 2:
-            exchange.publish(2, variables)
-    whole = T * ["send", "recv"]
-    # Unroll 1 needs version 0, which is there when unroll 0 ends; unrolls 2 and 3 need versions that come later.
-    assert unrolls == {0: [*whole, "send"], 1: whole[1:], 2: whole, 3: whole}
-    assert begun == [0, 0, 1, 2]
-
-
-class ByThread(collections.defaultdict):
-    """Lists by the name of the thread."""
-
-    def append(self, x):
-        self[threading.current_thread().name].append(x)
-
-
-@pytest.fixture
-def happened(monkeypatch) -> ByThread:
-    """The ranges of every thread: a name, and "end"."""
-    happened = ByThread(list)
-
-    @contextlib.contextmanager
-    def record(name):
-        happened.append(name)
-        yield
-        happened.append("end")
-
-    monkeypatch.setattr("torchpod.compile._PROFILE", True)
-    monkeypatch.setattr(torch.profiler, "record_function", record)
-    return happened
-
-
-def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, happened):
-    program = Program(sebulba := make(SebulbaConfig(num_actor_threads=1, lag=0), iterations=1), sebulba.init(seed))
-    program.begin()
-    try:
-        program()
-    finally:
-        program.close()
-    step = ["torchpod/step", "torchpod/act", "end", "torchpod/env_step", "end", "end"]
-    assert happened["torchpod-actor-0"][: T * len(step)] == T * step
-
-
-def test_profilers_see_what_every_thread_does(seed, happened, monkeypatch):
-    three_iterations(seed, monkeypatch, happened, num_actor_threads=2, pools_per_actor=2)
-    for k in range(2):
-        pools, unroll = (2 * k, 2 * k + 1), []
-        sent = {i: ["torchpod/act", ("act", i), "end", ("send", i)] for i in pools}
-        received = {i: ["torchpod/env_step", ("recv", i), "end"] for i in pools}
-        for t in range(T):
-            for i in pools:
-                unroll += (received[i] if t else []) + sent[i]
-        unroll += [*received[pools[0]], *received[pools[1]], "torchpod/put", "end"]
-        assert happened[f"torchpod-actor-{k}"][: 3 * len(unroll)] == 3 * unroll
-    names = [x.removeprefix("torchpod/") for x in happened["MainThread"] if x != "end"]
-    update = ["update", *["gradient", "apply"] * LEARNER.num_epochs * LEARNER.num_minibatches]
-    assert names == 3 * ["get", *update]
-
-
-@pytest.mark.parametrize("lag", [0, 1, 3, "free"])
-def test_parameters_that_nobody_can_ask_for_any_more_are_freed(seed, lag, monkeypatch):
-    published, publish = [], Exchange.publish
-
-    def spy(exchange, version, variables):
-        published.append(weakref.ref(next(iter(variables.tree.values()))))
-        publish(exchange, version, variables)
-
-    monkeypatch.setattr(Exchange, "publish", spy)
-    program = Program(sebulba := make(SebulbaConfig(lag=lag), "impala"), sebulba.init(seed))
-    program.begin()
-    try:
-        for _ in range(20):
-            program()
-            alive = [version for version, x in enumerate(published) if x() is not None]
-            kept = 1 + (0 if lag == "free" else lag)
-            assert alive[-1] == len(published) - 1 and len(alive) <= kept + sebulba.num_actors  # each has one in hand
-    finally:
-        program.close()
-    assert len(published) >= 20
-
-
-@pytest.mark.parametrize("refresh", ["unroll", "step"])
-def test_a_free_lag_is_bounded_by_the_queue(seed, refresh):
-    config = SebulbaConfig(num_actor_threads=2, lag="free", refresh=refresh, queue_size=2)
-    sebulba = make(config, "impala", iterations=30)
-    _, history = run(sebulba, sebulba.init(seed))
-    assert all(0 <= m["policy_age"] <= m["policy_age_max"] <= 3 for m in history)
-    shares = ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "queue_occupancy")
-    assert all(0 <= m[name] <= 1 for m in history for name in shares)
-
-
-@pytest.mark.parametrize(
-    ("refresh", "versions"), [("unroll", [0] * T + [1] * T), ("step", [0] * 3 + [1] * (2 * T - 3))]
-)
-def test_newer_parameters_act_from_the_next_step_or_the_next_unroll_on(seed, refresh, versions):
-    """Version 1 comes while the third step is decided."""
-    sebulba = make(SebulbaConfig(num_actor_threads=0, lag="free", refresh=refresh), "impala", iterations=2)
-    state = sebulba.init(seed)
-    (actor,) = sebulba.actors(state)
-    (pool,) = actor.pools
-    exchange = Exchange([actor.phases], lag=None, capacity=2, timeout_s=60.0)
-    old = sebulba.learner.acting(state.learner, state.iteration)
-    new = {name: x.clone() for name, x in old.items()}
-    acted, advance = [], pool.advance
-
-    def spy(variables, *args):
-        acted.append(0 if variables is old else 1)
-        assert variables is (old, new)[acted[-1]]
-        if len(acted) == 3:
-            exchange.publish(1, hand_over(new, sebulba.device))
-        return advance(variables, *args)
-
-    pool.advance = spy
-    exchange.publish(0, hand_over(old, sebulba.device))
-    items = [item for number in range(2) for item in actor.produce(exchange, number)]
-    assert acted == versions
-    assert [item.version for item in items] == [0, 1]  # with which the unrolls began
-
-
-class Clock:
-    """Goes on only where it is told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def after(self, seconds, fn):
-        """The function, which takes so long."""
-
-        def timed(*args, **kwargs):
-            self.now += seconds
-            return fn(*args, **kwargs)
-
-        return timed
-
-
-@pytest.mark.parametrize("update_s", [4.0, 1000.0])
-def test_metrics_say_where_the_time_went(seed, monkeypatch, update_s):
-    """In one thread, where the actor waits while the learner updates, and the other way round."""
-    clock, num_pools, lag = Clock(), 2, 2
-    for module in ("program", "exchange"):
-        monkeypatch.setattr(f"torchpod.sebulba.{module}.time", clock)
-    for owner, name, seconds in (
-        (IMPALA, "act", 0.5),
-        (HostEnv, "step", 1.0),
-        (Port, "download", 0.25),
-        (Port, "upload", 0.125),
-    ):
-        monkeypatch.setattr(owner, name, clock.after(seconds, getattr(owner, name)))
-    config = SebulbaConfig(num_actor_threads=0, pools_per_actor=num_pools, lag=lag)
-    sebulba = make(config, "impala", HostEnv(CartPole()), iterations=4)
-    sebulba.static = True  # for a port
-    sebulba.update = clock.after(update_s, sebulba.update)
-    _, history = run(sebulba, sebulba.init(seed))
-    steps = num_pools * T
-    unroll_s = steps * (0.5 + 1.0 + 0.25 + 0.125)
-    for i, metrics in enumerate(history):
-        waited_s = update_s if i else 0.0
-        expected = {
-            "learner_wait": unroll_s / (unroll_s + update_s),
-            "actor_wait": waited_s / (unroll_s + waited_s),
-            "actor_in_environment": steps * 1.0 / (unroll_s + waited_s),
-            "actor_in_inference": steps * 0.5 / (unroll_s + waited_s),
-            "actor_in_transfer": steps * 0.375 / (unroll_s + waited_s),
-            "inference_batches_per_s": steps / (unroll_s + update_s),
-            "policy_age": min(i, lag),
-            "policy_age_max": min(i, lag),
-            "queue_occupancy": 0.0,
-        }
-        assert {name: metrics[name].item() for name in expected} == pytest.approx(expected)
-
-
-def test_the_time_of_send_is_that_of_the_environment(seed, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("torchpod.sebulba.exchange.time", clock)
-    for owner, name, seconds in ((IMPALA, "act", 0.5), (Apart, "send", 1.0), (Apart, "recv", 0.25)):
-        monkeypatch.setattr(owner, name, clock.after(seconds, getattr(owner, name)))
-    sebulba = make(SebulbaConfig(num_actor_threads=1, lag=0), "impala", Apart([]), iterations=3)
-    _, history = run(sebulba, sebulba.init(seed))
-    for metrics in history:
-        assert float(metrics["actor_in_environment"]) == pytest.approx(1.25 / 1.75)
-        assert float(metrics["actor_in_inference"]) == pytest.approx(0.5 / 1.75)
-
-
-@pytest.mark.parametrize(("slow", "queue_size"), [("environment", 2), ("update", 1), ("update", 2)])
-def test_threads_wait_for_what_is_slow(seed, slow, queue_size):
-    class Slow(CartPole):
-        def step(self, state, action, keys):
-            time.sleep(0.04 if slow == "environment" else 0.0)
-            return super().step(state, action, keys)
-
-    config = SebulbaConfig(num_actor_threads=2, lag="free", queue_size=queue_size)
-    sebulba = make(config, "impala", HostEnv(Slow()))
-    program = Program(sebulba, sebulba.init(seed))
-    update = program._update
-
-    def slowed(*args):
-        if slow == "update":
-            blocked = [actor.phases for actor in program._actors]
-            wait_until(lambda: program._exchange.occupancy() == 1 and {x.now[0] for x in blocked} == {"queue"})
-            time.sleep(0.3)
-        return update(*args)
-
-    program._update = slowed
-    program.begin()
-    try:
-        history = [program() for _ in range(6)]
-    finally:
-        program.close()
-    names = ("learner_wait", "actor_wait", "actor_in_environment", "queue_occupancy")
-    # The fifth unroll is the first that comes after a wait: for the place in the queue of the fourth.
-    told = {name: (history[4][name] + history[5][name]) / 2 for name in names}
-    high, low = ("learner_wait", "actor_wait") if slow == "environment" else ("actor_wait", "learner_wait")
-    assert told[high] > 0.5 > told[low]
-    assert (told["actor_in_environment"] > 0.5) == (slow == "environment")
-    assert told["queue_occupancy"] == 1 if slow == "update" else told["queue_occupancy"] < 0.5
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def test_brax_is_imported_only_when_used_and_told_when_missing(monkeypatch):
         Brax("ant")
 
 
+@pytest.mark.slow
 def test_ppo_learns_by_the_command_of_the_page(tmp_path):
     (command,) = re.findall(r"^torchpod train (.*env=brax.*)$", (ROOT / "docs" / "loops.md").read_text(), re.MULTILINE)
     overrides = [x for x in shlex.split(command.split(" #")[0]) if "task" not in x and "backend" not in x]

@@ -1,0 +1,294 @@
+"""What actor threads do, in which order, with which parameters, and what metrics and profilers say of it."""
+
+import collections
+import contextlib
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from tests.sebulba.runs import LEARNER, Apart, T, make, run
+from tests.zygote import wait_until
+from torchpod.algos.impala import IMPALA
+from torchpod.algos.ppo import PPO
+from torchpod.env import HostEnv
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.sebulba import SebulbaConfig
+from torchpod.sebulba.exchange import Exchange
+from torchpod.sebulba.program import Program
+from torchpod.sebulba.transfer import Port, hand_over
+
+
+def three_iterations(seed, monkeypatch, happened, **settings):
+    """Of pools that are `Apart`; writes down for which of them it decides, too."""
+    act = PPO.act
+
+    def decides(agent, timestep, *args):
+        happened.append(("act", int(timestep.observation[0, 0])))
+        return act(agent, timestep, *args)
+
+    sebulba = make(SebulbaConfig(lag=0, **settings), env=Apart(happened), iterations=3)
+    state = sebulba.init(seed)
+    monkeypatch.setattr(PPO, "act", decides)
+    program = Program(sebulba, state)
+    happened.clear()  # what was done to compile
+    program.begin()
+    try:
+        for _ in range(3):
+            program()
+    finally:
+        program.close()
+
+
+@pytest.mark.parametrize("num_pools", [1, 2, 4])
+def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypatch, num_pools):
+    happened, under_way, others = [], set(), []
+    three_iterations(seed, monkeypatch, happened, num_actor_threads=1, pools_per_actor=num_pools)
+    for what, pool in happened[: 3 * 3 * num_pools * T]:  # of three unrolls
+        if what == "act":
+            others.append(len(under_way))
+            assert pool not in under_way
+        elif what == "send":
+            under_way.add(pool)
+        else:
+            under_way.remove(pool)
+    first = list(range(num_pools))  # of an unroll
+    assert others == 3 * (first + (T - 1) * num_pools * [num_pools - 1])
+
+
+def test_the_next_unroll_is_begun_before_the_last_is_handed_over_if_its_parameters_are_there(seed):
+    happened = []
+    sebulba = make(SebulbaConfig(num_actor_threads=1, lag=1), "impala", Apart(happened), iterations=4)
+    state = sebulba.init(seed)
+    (actor,) = sebulba.actors(state)
+    exchange = Exchange([actor.phases], lag=1, capacity=4, timeout_s=60.0)
+    variables = hand_over(sebulba.learner.acting(state.learner, state.iteration), sebulba.device)
+    unrolls, begun = {0: [], 1: [], 2: [], 3: []}, []
+    exchange.publish(0, variables)
+    actor._thread = threading.current_thread()
+    for number in unrolls:
+        happened.clear()
+        if number == 2:
+            exchange.publish(1, variables)
+        (item,) = actor.produce(exchange, number)
+        unrolls[number] = [what for what, _ in happened]
+        begun.append(item.version)
+        if number == 2:
+            exchange.publish(2, variables)
+    whole = T * ["send", "recv"]
+    # Unroll 1 needs version 0, which is there when unroll 0 ends; unrolls 2 and 3 need versions that come later.
+    assert unrolls == {0: [*whole, "send"], 1: whole[1:], 2: whole, 3: whole}
+    assert begun == [0, 0, 1, 2]
+
+
+class ByThread(collections.defaultdict):
+    """Lists by the name of the thread."""
+
+    def append(self, x):
+        self[threading.current_thread().name].append(x)
+
+
+@pytest.fixture
+def happened(monkeypatch) -> ByThread:
+    """The ranges of every thread: a name, and "end"."""
+    happened = ByThread(list)
+
+    @contextlib.contextmanager
+    def record(name):
+        happened.append(name)
+        yield
+        happened.append("end")
+
+    monkeypatch.setattr("torchpod.compile._PROFILE", True)
+    monkeypatch.setattr(torch.profiler, "record_function", record)
+    return happened
+
+
+def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, happened):
+    program = Program(sebulba := make(SebulbaConfig(num_actor_threads=1, lag=0), iterations=1), sebulba.init(seed))
+    program.begin()
+    try:
+        program()
+    finally:
+        program.close()
+    step = ["torchpod/step", "torchpod/act", "end", "torchpod/env_step", "end", "end"]
+    assert happened["torchpod-actor-0"][: T * len(step)] == T * step
+
+
+def test_profilers_see_what_every_thread_does(seed, happened, monkeypatch):
+    three_iterations(seed, monkeypatch, happened, num_actor_threads=2, pools_per_actor=2)
+    for k in range(2):
+        pools, unroll = (2 * k, 2 * k + 1), []
+        sent = {i: ["torchpod/act", ("act", i), "end", ("send", i)] for i in pools}
+        received = {i: ["torchpod/env_step", ("recv", i), "end"] for i in pools}
+        for t in range(T):
+            for i in pools:
+                unroll += (received[i] if t else []) + sent[i]
+        unroll += [*received[pools[0]], *received[pools[1]], "torchpod/put", "end"]
+        assert happened[f"torchpod-actor-{k}"][: 3 * len(unroll)] == 3 * unroll
+    names = [x.removeprefix("torchpod/") for x in happened["MainThread"] if x != "end"]
+    update = ["update", *["gradient", "apply"] * LEARNER.num_epochs * LEARNER.num_minibatches]
+    assert names == 3 * ["get", *update]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3, "free"])
+def test_parameters_that_nobody_can_ask_for_any_more_are_freed(seed, lag, monkeypatch):
+    published, publish = [], Exchange.publish
+
+    def spy(exchange, version, variables):
+        published.append(weakref.ref(next(iter(variables.tree.values()))))
+        publish(exchange, version, variables)
+
+    monkeypatch.setattr(Exchange, "publish", spy)
+    program = Program(sebulba := make(SebulbaConfig(lag=lag), "impala"), sebulba.init(seed))
+    program.begin()
+    try:
+        for _ in range(20):
+            program()
+            alive = [version for version, x in enumerate(published) if x() is not None]
+            kept = 1 + (0 if lag == "free" else lag)
+            assert alive[-1] == len(published) - 1 and len(alive) <= kept + sebulba.num_actors  # each has one in hand
+    finally:
+        program.close()
+    assert len(published) >= 20
+
+
+@pytest.mark.parametrize("refresh", ["unroll", "step"])
+def test_a_free_lag_is_bounded_by_the_queue(seed, refresh):
+    config = SebulbaConfig(num_actor_threads=2, lag="free", refresh=refresh, queue_size=2)
+    sebulba = make(config, "impala", iterations=30)
+    _, history = run(sebulba, sebulba.init(seed))
+    assert all(0 <= m["policy_age"] <= m["policy_age_max"] <= 3 for m in history)
+    shares = ("learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference", "queue_occupancy")
+    assert all(0 <= m[name] <= 1 for m in history for name in shares)
+
+
+@pytest.mark.parametrize(
+    ("refresh", "versions"), [("unroll", [0] * T + [1] * T), ("step", [0] * 3 + [1] * (2 * T - 3))]
+)
+def test_newer_parameters_act_from_the_next_step_or_the_next_unroll_on(seed, refresh, versions):
+    """Version 1 comes while the third step is decided."""
+    sebulba = make(SebulbaConfig(num_actor_threads=0, lag="free", refresh=refresh), "impala", iterations=2)
+    state = sebulba.init(seed)
+    (actor,) = sebulba.actors(state)
+    (pool,) = actor.pools
+    exchange = Exchange([actor.phases], lag=None, capacity=2, timeout_s=60.0)
+    old = sebulba.learner.acting(state.learner, state.iteration)
+    new = {name: x.clone() for name, x in old.items()}
+    acted, advance = [], pool.advance
+
+    def spy(variables, *args):
+        acted.append(0 if variables is old else 1)
+        assert variables is (old, new)[acted[-1]]
+        if len(acted) == 3:
+            exchange.publish(1, hand_over(new, sebulba.device))
+        return advance(variables, *args)
+
+    pool.advance = spy
+    exchange.publish(0, hand_over(old, sebulba.device))
+    items = [item for number in range(2) for item in actor.produce(exchange, number)]
+    assert acted == versions
+    assert [item.version for item in items] == [0, 1]  # with which the unrolls began
+
+
+class Clock:
+    """Goes on only where it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def after(self, seconds, fn):
+        """The function, which takes so long."""
+
+        def timed(*args, **kwargs):
+            self.now += seconds
+            return fn(*args, **kwargs)
+
+        return timed
+
+
+@pytest.mark.parametrize("update_s", [4.0, 1000.0])
+def test_metrics_say_where_the_time_went(seed, monkeypatch, update_s):
+    """In one thread, where the actor waits while the learner updates, and the other way round."""
+    clock, num_pools, lag = Clock(), 2, 2
+    for module in ("program", "exchange"):
+        monkeypatch.setattr(f"torchpod.sebulba.{module}.time", clock)
+    for owner, name, seconds in (
+        (IMPALA, "act", 0.5),
+        (HostEnv, "step", 1.0),
+        (Port, "download", 0.25),
+        (Port, "upload", 0.125),
+    ):
+        monkeypatch.setattr(owner, name, clock.after(seconds, getattr(owner, name)))
+    config = SebulbaConfig(num_actor_threads=0, pools_per_actor=num_pools, lag=lag)
+    sebulba = make(config, "impala", HostEnv(CartPole()), iterations=4)
+    sebulba.static = True  # for a port
+    sebulba.update = clock.after(update_s, sebulba.update)
+    _, history = run(sebulba, sebulba.init(seed))
+    steps = num_pools * T
+    unroll_s = steps * (0.5 + 1.0 + 0.25 + 0.125)
+    for i, metrics in enumerate(history):
+        waited_s = update_s if i else 0.0
+        expected = {
+            "learner_wait": unroll_s / (unroll_s + update_s),
+            "actor_wait": waited_s / (unroll_s + waited_s),
+            "actor_in_environment": steps * 1.0 / (unroll_s + waited_s),
+            "actor_in_inference": steps * 0.5 / (unroll_s + waited_s),
+            "actor_in_transfer": steps * 0.375 / (unroll_s + waited_s),
+            "inference_batches_per_s": steps / (unroll_s + update_s),
+            "policy_age": min(i, lag),
+            "policy_age_max": min(i, lag),
+            "queue_occupancy": 0.0,
+        }
+        assert {name: metrics[name].item() for name in expected} == pytest.approx(expected)
+
+
+def test_the_time_of_send_is_that_of_the_environment(seed, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("torchpod.sebulba.exchange.time", clock)
+    for owner, name, seconds in ((IMPALA, "act", 0.5), (Apart, "send", 1.0), (Apart, "recv", 0.25)):
+        monkeypatch.setattr(owner, name, clock.after(seconds, getattr(owner, name)))
+    sebulba = make(SebulbaConfig(num_actor_threads=1, lag=0), "impala", Apart([]), iterations=3)
+    _, history = run(sebulba, sebulba.init(seed))
+    for metrics in history:
+        assert float(metrics["actor_in_environment"]) == pytest.approx(1.25 / 1.75)
+        assert float(metrics["actor_in_inference"]) == pytest.approx(0.5 / 1.75)
+
+
+@pytest.mark.parametrize(("slow", "queue_size"), [("environment", 2), ("update", 1), ("update", 2)])
+def test_threads_wait_for_what_is_slow(seed, slow, queue_size):
+    class Slow(CartPole):
+        def step(self, state, action, keys):
+            time.sleep(0.04 if slow == "environment" else 0.0)
+            return super().step(state, action, keys)
+
+    config = SebulbaConfig(num_actor_threads=2, lag="free", queue_size=queue_size)
+    sebulba = make(config, "impala", HostEnv(Slow()))
+    program = Program(sebulba, sebulba.init(seed))
+    update = program._update
+
+    def slowed(*args):
+        if slow == "update":
+            blocked = [actor.phases for actor in program._actors]
+            wait_until(lambda: program._exchange.occupancy() == 1 and {x.now[0] for x in blocked} == {"queue"})
+            time.sleep(0.3)
+        return update(*args)
+
+    program._update = slowed
+    program.begin()
+    try:
+        history = [program() for _ in range(6)]
+    finally:
+        program.close()
+    names = ("learner_wait", "actor_wait", "actor_in_environment", "queue_occupancy")
+    # The fifth unroll is the first that comes after a wait: for the place in the queue of the fourth.
+    told = {name: (history[4][name] + history[5][name]) / 2 for name in names}
+    high, low = ("learner_wait", "actor_wait") if slow == "environment" else ("actor_wait", "learner_wait")
+    assert told[high] > 0.5 > told[low]
+    assert (told["actor_in_environment"] > 0.5) == (slow == "environment")
+    assert told["queue_occupancy"] == 1 if slow == "update" else told["queue_occupancy"] < 0.5
