@@ -5,6 +5,7 @@ Inductor's cache stays where torch puts it, one folder per user, so that a secon
 
 import os
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 # Before torch: two OpenMP threads that compete for a core are many times slower than one.
@@ -12,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+from tests.zygote import Zygote
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +29,21 @@ def seed() -> int:
     value = secrets.randbits(32)
     print(f"seed={value}")
     return value
+
+
+@pytest.fixture(scope="session")
+def zygote_of_all() -> Iterator[Zygote]:
+    """It takes seconds to start."""
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def zygote(zygote_of_all: Zygote) -> Iterator[Zygote]:
+    """For `torchpod` commands in processes of their own."""
+    yield zygote_of_all
+    zygote_of_all.settle()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -103,13 +103,13 @@ def iterate(agent, env, population=1):
     return host.calls, devices.calls
 
 
-@pytest.mark.parametrize("population", [1, 2])
+@pytest.mark.parametrize("population", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("env", ENVS, ids=lambda env: env.spec.name)
 def test_an_iteration_needs_nothing_from_the_host(env, population):
     assert iterate(lambda: PPO(env.spec, PPOConfig(hidden=(8,))), env, population) == ([], [])
 
 
-@pytest.mark.parametrize("population", [1, 2])
+@pytest.mark.parametrize("population", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("env", [CartPole(), Seaquest()], ids=lambda env: env.spec.name)
 @pytest.mark.parametrize(("make", "config"), [(A2C, PPOConfig(hidden=(8,))), (IMPALA, IMPALAConfig(hidden=(8,)))])
 def test_an_iteration_of_other_agents_needs_nothing_from_the_host(make, config, env, population):

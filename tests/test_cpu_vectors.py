@@ -78,7 +78,7 @@ def test_what_is_behind_a_part_is_left_alone():
     require_equal_compiled(fn, [(torch.randn(6, length),) for length in range(1, 18)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", with_slow(DTYPES, (torch.int64, torch.float64)), ids=str)
 def test_what_was_written_number_by_number_is_read(dtype):
     """In pairs: compilers may not take the reading before the writing."""
 
@@ -93,7 +93,7 @@ def test_what_was_written_number_by_number_is_read(dtype):
         require_equal_compiled(fn, [numbers(length)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", with_slow(DTYPES, (torch.int64, torch.float64)), ids=str)
 def test_masks(dtype):
     def fn(x, mask):
         return torch.where(mask, x, 3), x > 0, (x > 0) & ~mask, torch.where(mask, x.double(), 0.5), mask.float() + 1

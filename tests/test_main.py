@@ -221,17 +221,17 @@ def test_without_cuda_device_cuda_is_refused(call: Call):
 
 def test_a_resumed_run_knows_the_settings_of_its_agent_and_loss(call: Call, tmp_path: Path):
     small = [item for item in SMALL if not item.startswith("algo.agent")]
-    assert call("train", *small, "loss=DQNLoss", "algo.replay.min_size=16", "run_dir=run")[0] == 0
+    assert call("train", *small, "loss=DistributionalDQNLoss", "algo.replay.min_size=16", "run_dir=run")[0] == 0
     for setting, told in (
         ("algo.replay.capacity=50", "algo.replay.capacity=50 cannot change: run has 100000;"),
         ("algo.agent.num_atoms=3", "algo.agent.num_atoms=3 cannot change: run has 51;"),
-        ("loss=DiscreteSACLoss", "algo.agent.loss=DiscreteSACLoss cannot change: run has DQNLoss;"),
+        ("loss=DiscreteSACLoss", "algo.agent.loss=DiscreteSACLoss cannot change: run has DistributionalDQNLoss;"),
         ("algo=dqn", "algo.name=dqn cannot change: run has torchrl;"),
     ):
         assert error_of(call("train", "resume=run", setting)).startswith(told)
     assert error_of(call("train", "resume='run'", "algo.replay.capacity=50")).startswith("algo.replay.capacity=50 can")
     more = "algo.replay.host=true", f"total_env_steps={2 * 64}", "logger.console=false"
-    assert call("train", "resume=run", "loss=DQNLoss", *more)[0] == 0
+    assert call("train", "resume=run", "loss=DistributionalDQNLoss", *more)[0] == 0
 
 
 def test_so_does_one_of_the_user_s_agent_and_environment(call: Call):
@@ -526,6 +526,7 @@ class TestDisk:
         )
         assert result.stdout == "1\n"
 
+    @pytest.mark.slow
     def test_a_run_in_a_folder_that_became_read_only_stays_as_it_is(self, tmp_path: Path):
         result = self.mounted(
             "size=4m",

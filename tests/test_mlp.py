@@ -65,8 +65,14 @@ def generator(seed):
         yield
 
 
-@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
-@pytest.mark.parametrize("population", [1, 3])
+@pytest.mark.parametrize(
+    ("activation", "population"),
+    [
+        (nn.Tanh, 1),
+        (nn.ReLU, 3),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((nn.ReLU, 1), (nn.Tanh, 3))),
+    ],
+)
 def test_networks_and_gradients_are_those_of_float64(activation, population, generator):
     sizes = SIZES[int(torch.randint(len(SIZES), ()))]
     net, rows = network(sizes, activation), int(torch.randint(1, 200, ()))
@@ -315,7 +321,11 @@ print(min(times[compute]) / min(times[plainly]))
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags are those of x86")
 @pytest.mark.parametrize(
     ("capability", "flags", "slowest"),
-    [(None, (), 1.5), ("avx2", ("-mno-avx512f",), 2.0), ("default", ("-mno-avx",), 8.0)],
+    [
+        (None, (), 1.5),
+        pytest.param("avx2", ("-mno-avx512f",), 2.0, marks=pytest.mark.slow),
+        pytest.param("default", ("-mno-avx",), 8.0, marks=pytest.mark.slow),
+    ],
 )
 def test_vectors_of_any_width_are_right_and_not_slow(capability, flags, slowest, seed):
     """`slowest`: times what torch takes, a product of matrices after the other, with the widest vectors there are."""

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,19 +35,6 @@ SMALL = (
 )
 CARTPOLE = (*SMALL, "env.max_episode_steps=20")
 ITERATION = 8 * 16  # environment steps
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
-
-
-@pytest.fixture
-def zygote(server: Zygote) -> Iterator[Zygote]:
-    yield server
-    server.settle()
 
 
 def run(folder: Path, *overrides: str) -> Run:

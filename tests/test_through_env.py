@@ -132,6 +132,7 @@ def test_members_of_a_population_equal_runs_of_their_own(seed):
     ("cls", "env", "population"),
     [(APG, "point_mass", 1), pytest.param(SHAC, "pendulum", 2, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_the_compiled_iteration_equals_the_eager_one(seed, cls, env, population):
     eager, metrics = iterate(make(cls, ENVS[env], compiler=Compiler(False, population)), seed % 2**31, 2)
     compiled, others = iterate(make(cls, ENVS[env], compiler=Compiler(True, population)), seed % 2**31, 2)

@@ -187,9 +187,9 @@ def test_minibatches_have_every_row_once_in_an_order_of_the_key():
 @pytest.mark.parametrize(
     ("env", "size", "rows"),
     [
-        ("cartpole", 4, 64),
+        pytest.param("cartpole", 4, 64, marks=pytest.mark.slow),
         ("cartpole", 4, 6144),  # in three chunks
-        ("pendulum", 3, 64),
+        pytest.param("pendulum", 3, 64, marks=pytest.mark.slow),
         pytest.param("minatar_breakout", 400, 64, marks=has_gymnax),
     ],
 )

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.marks import with_slow
 from torchpod.bench import harness, losses, losses_worker
 from torchpod.bench.losses import CASES, GOALS, Case
 
@@ -64,7 +65,9 @@ def test_every_goal_is_measured():
     assert {Case(loss, size) for loss in GOALS for size in ("small", "large")} <= set(CASES)
 
 
-@pytest.mark.parametrize("loss", ["DQNLoss", "DDPGLoss", "A2CLoss", "DistributionalDQNLoss"])
+@pytest.mark.parametrize(
+    "loss", with_slow(["DQNLoss", "DDPGLoss", "A2CLoss", "DistributionalDQNLoss"], ("DDPGLoss", "A2CLoss"))
+)
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")
 def test_both_sides_of_the_worker_make_the_same_update(loss, seed):
     """Their first losses are equal: the same networks and rows."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.zygote import Zygote
+from tests.marks import with_slow
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -70,14 +70,7 @@ def test_the_pages_have_commands():
 
 
 @pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, zygote):
+def folder(tmp_path_factory, zygote_of_all):
     """A folder with a run in it, and with a reader's own environment and agent."""
     path = tmp_path_factory.mktemp("reader")
     (path / "path" / "to").mkdir(parents=True)
@@ -85,7 +78,7 @@ def folder(tmp_path_factory, zygote):
         source = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
         (path / name).write_text(source)
         (path / "path" / "to" / name).write_text(source)
-    run(zygote, path, ["torchpod", "train", "experiment=cartpole", *SMALL])
+    run(zygote_of_all, path, ["torchpod", "train", "experiment=cartpole", *SMALL])
     return path
 
 
@@ -102,7 +95,7 @@ def run(zygote, path, words):
     return out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", with_slow(COMMANDS, ("torchpod warmup experiment=cartpole", "torchpod doctor")))
 def test_commands_of_the_pages_run(command, folder, zygote):
     """As they stand; training is cut short by further settings, and RUN and <run> are the run of the fixture."""
     done = min((folder / "runs" / "cartpole").iterdir())  # the first: later commands add theirs

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import with_slow
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import MAKERS
 from torchpod.envs.transforms import (
@@ -33,7 +34,7 @@ def test_environment_keeps_the_contract(name, compile):
     check_env(env, compile=compile)
 
 
-@pytest.mark.parametrize("name", TENSOR)
+@pytest.mark.parametrize("name", with_slow(TENSOR, {*TENSOR} - {*COMPILED}))
 def test_environment_keeps_the_contract_as_a_host_environment(name):
     check_env(HostEnv(MAKERS[name]()))
 

@@ -161,6 +161,7 @@ def test_actors_compile_whole(name, seed):
         torch.testing.assert_close(list(found), pytree.tree_leaves(step(*args)))
 
 
+@pytest.mark.slow
 def test_an_actor_that_does_not_compile_acts_in_threads_of_its_own(seed):
     """In Sebulba every pool has a copy of a module that runs as it is; with a fixed lag two runs are equal.
 

@@ -196,7 +196,7 @@ OTHERS = (
     ("loop", "stop", "other"),
     [
         *(("anakin", stop, ()) for stop in (3, 14, 25)),  # the ring is full after 10
-        *(("anakin", 14, other) for other in OTHERS),
+        *(pytest.param("anakin", 14, x, marks=pytest.mark.slow if "loss=SACLoss" in x else ()) for x in OTHERS),
         ("sebulba", 14, ()),
         *(pytest.param("sebulba", stop, (), marks=pytest.mark.slow) for stop in (3, 25)),
         *(pytest.param("sebulba", 14, other, marks=pytest.mark.slow) for other in OTHERS),

@@ -15,7 +15,6 @@ import gymnasium
 import pytest
 import torch
 
-from tests.zygote import Zygote
 from torchpod import checkpoint, random
 from torchpod.env import close_all
 from torchpod.main import main
@@ -188,13 +187,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "corridor.py").write_text(ENVIRONMENT)
     (tmp_path / "agent.py").write_text(AGENT)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 def train(*overrides):

@@ -16,6 +16,7 @@ from tests.contracts.test_alignment import (
     assert_rows_line_up,
     learned_from,
 )
+from tests.marks import with_slow
 from tests.sebulba.runs import AGENTS, LEARNER, LOCKSTEP, B, T, assert_equal, make, run
 from torchpod import random
 from torchpod.algos.a2c import A2C
@@ -48,7 +49,7 @@ class JitteryPool(EnvPool):
         return super().recv()
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", with_slow(AGENTS, ("torchrl",)))
 def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent):
     """With a tensor environment, and with the same behind the host contract."""
     env = CartPole(max_episode_steps=7)

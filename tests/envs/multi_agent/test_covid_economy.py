@@ -194,7 +194,7 @@ def require_equal(env, oracles, policies, step=None):
     assert all(torch.equal(timestep.observation[g]["numbers"], first.observation[g]["numbers"]) for g in GROUPS)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_whole_episodes_equal_the_oracle(compiled):
     env = CovidEconomy()
     policies = [Anything(0), Anything(1), always(0), always(10, 20), always(1)]
