@@ -35,7 +35,7 @@ def test_the_groups_hold_what_there_is():
     assert set(choices("experiment")) >= {"cartpole", "catch", "memory_chain", "pendulum"}
 
 
-SLOW = [f"experiment={x}" for x in ("ppo_minatar_freeway", "ppo_pong", "ppo_pong_gpu", "r2d2_breakout")]
+SLOW = [f"experiment={x}" for x in ("ppo_minatar_freeway", "impala_pong", "ppo_pong_gpu", "r2d2_breakout")]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class Remembers(CartPole):
         return super().observe(state[0])
 
 
-@pytest.mark.parametrize("population", [1, 2])
+@pytest.mark.parametrize("population", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_action_that_the_state_keeps_is_two_outputs_of_one_tensor(population, seed, runs):
     env = Remembers()
     agent = make_agent(load(["algo.agent.hidden=[16]"]).algo, env.spec)()
@@ -186,6 +186,7 @@ def test_a_carry_that_changes_after_the_first_step_is_left_to_python(reward, run
     assert runs == []
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow(seed):
     env = make_env(load([]).env)
     agent = make_agent(load(["algo.agent.hidden=[16]"]).algo, env.spec)()

@@ -25,6 +25,7 @@ def test_outputs_and_gradients_are_those_of_the_network(seed):
     assert len(found) == 16 and all(0 < error < 1e-5 for case in found for error in case)
 
 
+@pytest.mark.slow
 def test_networks_share_operators_unless_one_needs_the_other():
     """Each line: the networks of every operator, forward and backward."""
     ended = lowered.run("tests.networks_on_a_gpu", "--check")

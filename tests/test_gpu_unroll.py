@@ -46,6 +46,7 @@ def test_the_steps_are_those_of_a_loop(seed):
         assert difference < 2e-5 and is_equal, name
 
 
+@pytest.mark.slow
 def test_what_has_no_kernel_is_named():
     runs = [
         ["algo=ppo", "env=minatar_breakout"],

@@ -504,6 +504,7 @@ class TestDisk:
         assert len(names) > 1 and all(name.isdigit() for name in names)
         assert json.loads(score)["checkpoint"] == names[-1]
 
+    @pytest.mark.slow
     def test_a_disk_that_replay_fills_ends_the_run_with_one_sentence_and_its_last_checkpoint(self, tmp_path: Path):
         result = self.mounted(
             "size=1m",

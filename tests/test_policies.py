@@ -117,7 +117,7 @@ SEBULBA = ("loop=sebulba", "loop.num_actor_threads=2", "loop.lag=1")
 
 @pytest.mark.parametrize(
     "loop",
-    [(), SEBULBA, pytest.param(("compile=true",), marks=pytest.mark.slow)],
+    [(), *(pytest.param(x, marks=pytest.mark.slow) for x in (SEBULBA, ("compile=true",)))],
     ids=["anakin", "sebulba", "compiled"],
 )
 def test_a_resumed_run_reads_its_own_checkpoint_alone(loop: tuple[str, ...], first: Path, tmp_path: Path):
@@ -132,7 +132,7 @@ def test_a_resumed_run_reads_its_own_checkpoint_alone(loop: tuple[str, ...], fir
         assert f"from: {source}" in (tmp_path / name / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("loop", [(), SEBULBA], ids=["anakin", "sebulba"])
+@pytest.mark.parametrize("loop", [(), pytest.param(SEBULBA, marks=pytest.mark.slow)], ids=["anakin", "sebulba"])
 def test_separate_policies_and_their_schedules_go_on_to_the_bit(loop: tuple[str, ...], tmp_path: Path):
     """On the plane, with values that see everybody, and settings of the policies' own."""
     plane = (

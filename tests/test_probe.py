@@ -105,6 +105,7 @@ def test_memory_is_counted_with_that_of_children():
     assert private_bytes(child.pid) == 0
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     code = "import os; from torchpod.probe import status_bytes; print(status_bytes(os.getpid(), 'VmHWM'))"
     held = bytearray(2 << 30)

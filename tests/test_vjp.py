@@ -72,7 +72,7 @@ def test_both_programs_give_what_the_function_gives(fn, enabled, seed):
         assert not ours["unused"].any()
 
 
-@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("enabled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_members_of_a_population_have_gradients_of_their_own(enabled, seed):
     members = [arguments(seed + i) for i in range(2)]
     both = pytree.tree_map(lambda *xs: torch.stack(xs), *members)

@@ -98,6 +98,7 @@ def test_in_short_it_looks_at_one_case_with_few_environments(looked, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_what_a_worker_said_last_is_told():
     with pytest.raises(RuntimeError, match="ended with status 1 and said: .*no_such_env"):
         lowered.look(["env=no_such_env"])

@@ -180,6 +180,7 @@ def test_two_real_ranks_apart_make_no_sums():
     assert all(0.9 * 1024 < steps <= 1024 for steps in found["env_steps"])
 
 
+@pytest.mark.slow
 def test_two_real_ranks_count_their_steps_and_sums():
     found = real_ranks()
     assert (found["ranks"], found["num_envs"], found["sums_per_iteration"]) == (2, 8, 22)

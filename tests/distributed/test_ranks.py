@@ -148,11 +148,8 @@ def assert_learned_the_same(case: str, one: dict[str, Any], two: list[dict[str, 
     assert losses
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "num_ranks"),
-    [(1, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 4), (2, 1)))],
-    ids=["1x2", "1x4", "2x1"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_hosts", "num_ranks"), [(1, 2), (1, 4), (2, 1)], ids=["1x2", "1x4", "2x1"])
 def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts: int, num_ranks: int, tmp_path: Path):
     """In Sebulba, with lag 1; every rank has its share of the environments, and one actor."""
     sebulba = ("loop=sebulba", "loop.num_actor_threads=1", "algo.learner.num_minibatches=2", "run_dir=run")
@@ -200,6 +197,7 @@ def test_one_rank_leaves_nothing_in_its_run_folder(tmp_path: Path):
     assert seen_by_all(tmp_path, Ranks()) == tmp_path and not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_the_same_from_replay_of_their_own_and_are_resumed(tmp_path: Path):
     small = [x for x in SMALL if not x.startswith("algo.unroll_length")]
     dqn = ("algo=dqn", "env=cartpole", "algo.replay.prioritised=true", "algo.replay.batch_size=32")

@@ -14,6 +14,7 @@ COMMANDS = re.findall(r"^torchpod (.*)$", TEXT, re.MULTILINE)
 SMALL = ["compile=false", "num_envs=8", "algo.unroll_length=8", "algo.learner.num_minibatches=1"]
 
 
+@pytest.mark.slow
 def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     assert [command.split()[0] for command in COMMANDS] == ["autoscale", "train", "autoscale"]

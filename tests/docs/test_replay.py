@@ -21,6 +21,7 @@ TEXT = PAGE.read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_blocks_run_and_the_agent_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_dqn.py").write_text(BLOCKS[0])

@@ -48,6 +48,7 @@ def small_suite():
     return gpu_checks.correctness("cpu", num_envs=8)
 
 
+@pytest.mark.slow
 def test_uncaptured_program_on_cpu_equals_eager_and_compiled_and_resumes(small_suite):
     rows, failures = small_suite
     assert failures == []
@@ -252,7 +253,7 @@ WITH_REPLAY = [
 
 @pytest.mark.parametrize(
     ("name", "host", "prioritised"),
-    [x if x[0] == "dqn" or not x[2] else pytest.param(*x, marks=pytest.mark.slow) for x in WITH_REPLAY],
+    [x if x[0] in ("dqn", "r2d2", "sac") else pytest.param(*x, marks=pytest.mark.slow) for x in WITH_REPLAY],
 )
 def test_replayed_iterations_with_replay_are_those_of_the_loop(name, host, prioritised):
     assert unlike_the_loop(name, host, prioritised, compiled=False, device="cpu") == []

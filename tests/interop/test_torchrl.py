@@ -26,6 +26,7 @@ from tests.interop.rows import (
     in_torchrls_words,
     of_both,
 )
+from tests.marks import with_slow
 from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.torchrl import LOSSES, OFF_POLICY, ON_POLICY, TorchRLConfig, torchrl_agent
@@ -70,7 +71,9 @@ def test_ppo_of_torchrl_learns_cartpole_in_the_compiled_loop(recwarn):
     assert not [w for w in recwarn if "uncompiled" in str(w.message)]
 
 
-@pytest.mark.parametrize("name", THERE)
+@pytest.mark.parametrize(
+    "name", with_slow(THERE, {*THERE} - {"ClipPPOLoss", "DQNLoss", "KLPENPPOLoss", "SACLoss", "TD3Loss"})
+)
 def test_members_of_a_population_are_runs_of_their_own(name, seed):
     env = env_for(name)
 

@@ -254,7 +254,8 @@ class Updates:
 
 
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
-@pytest.mark.parametrize("name", with_slow(THERE, set(THERE) - {"DQNLoss"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THERE)
 def test_a_hundred_updates_compile_nothing_after_the_first(name, seed, monkeypatch):
     """Though they might. Each is one call of what was recorded; every tenth has the gradient of an uncompiled one."""
     calls, run = [], Calls.run

@@ -27,9 +27,6 @@ from torchpod.run import execute
 from torchpod.scripted import scripted
 from torchpod.testing.probes import LADDER
 
-ONE_SEED_OR_MORE = [1, pytest.param(3, marks=pytest.mark.slow)]
-"""The first in `make test`, for runs that take half a minute each."""
-
 
 def made(*overrides: str) -> tuple[Anakin, RunState]:
     """An experiment before its first iteration."""
@@ -141,8 +138,8 @@ def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
         assert (untrained < 0.6).all() and (trained >= 0.9).all()
 
 
-@pytest.mark.parametrize("population", ONE_SEED_OR_MORE)
-def test_both_sides_learn_on_a_plane_with_every_seed(population):
+@pytest.mark.slow
+def test_both_sides_learn_on_a_plane_with_every_seed():
     """Continuous Tag, smaller than the experiment's, each side against the other and against what that was before.
 
     With six seeds 0.57 to 0.59 of the runners were tagged before; by trained taggers 0.85 to 0.93 of the same runners;
@@ -153,7 +150,7 @@ def test_both_sides_learn_on_a_plane_with_every_seed(population):
     others = ("env.edge_hit_penalty=-0.1", "env.max_episode_steps=40", "algo.agent.discount=0.95", "num_envs=64")
     learning = ("algo.agent.hidden=[32,32]", "algo.agent.entropy_coefficient=0.003", "algo.learner.learning_rate=3e-3")
     batches = ("algo.unroll_length=40", "algo.learner.num_epochs=4", "algo.learner.num_minibatches=4")
-    run = ("total_env_steps=250_000", f"population={population}")
+    run = ("total_env_steps=250_000", "population=3")
     anakin, state = made("experiment=ippo_tag_continuous", *plane, *fewer, *others, *learning, *batches, *run)
     before = state.learner.params | state.learner.buffers
     *_, (_, program) = train(anakin, state, iterations_per_call=8)
@@ -254,10 +251,10 @@ def test_ppo_and_impala_catch_in_the_other_loop_too(experiment, tmp_path):
     assert sebulba_return(f"experiment={experiment}", folder=tmp_path / "run") >= 0.95
 
 
-@pytest.mark.parametrize("seeds", ONE_SEED_OR_MORE)
-def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path, seeds):
+@pytest.mark.slow
+def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path):
     pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
-    for seed in range(seeds):
+    for seed in range(3):
         override = "experiment=impala_cartpole_sebulba"
         assert sebulba_return(override, f"seed={seed}", folder=tmp_path / str(seed)) >= 475
 

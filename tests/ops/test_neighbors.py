@@ -119,6 +119,7 @@ for size, num in SIZES:
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags are those of x86")
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "flags"), [("avx2", ("-mno-avx512f",)), ("default", ("-mno-avx",))])
 def test_vectors_of_any_width_find_the_same(capability, flags, seed):
     command = [sys.executable, "-c", NARROWER, str(seed), *flags]

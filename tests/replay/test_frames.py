@@ -81,6 +81,7 @@ def test_what_is_sampled_is_what_was_seen(seed, prioritised, unroll_length):
     assert ring.storage["timestep"]["observation"].shape == (ring.num_slots, B, 2, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_compiled_sample_of_a_population_is_that_of_whole_observations(seed):
     kept, whole = make(population=2), make(1, population=2)
     for i, trajectories in enumerate(zip(films(seed, 20), films(seed + 9, 20), strict=True)):

@@ -49,7 +49,7 @@ class JitteryPool(EnvPool):
         return super().recv()
 
 
-@pytest.mark.parametrize("agent", with_slow(AGENTS, ("torchrl",)))
+@pytest.mark.parametrize("agent", with_slow(AGENTS, ("a2c", "lstm", "torchrl")))
 def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent):
     """With a tensor environment, and with the same behind the host contract."""
     env = CartPole(max_episode_steps=7)
@@ -152,7 +152,7 @@ def test_two_actors_act_as_one_does(seed):
 
 
 @pytest.mark.parametrize("host", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tensor", "host"])
-@pytest.mark.parametrize("agent", ["ppo", "impala", "gru", "torchrl"])
+@pytest.mark.parametrize("agent", with_slow(["ppo", "impala", "gru", "torchrl"], ("torchrl",)))
 def test_programs_with_memory_of_their_own_do_the_same(seed, agent, host):
     """What CUDA graphs need, without the graphs."""
     env, ends = CartPole(max_episode_steps=7), []

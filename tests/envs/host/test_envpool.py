@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.marks import with_slow
 from torchpod import random
 from torchpod.actions import random_action
 from torchpod.agent import variables_of
@@ -362,7 +363,7 @@ def test_two_pools_in_turns_are_the_same_as_each_alone():
             pool.send(draw(3, 2, step, i))
 
 
-@pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5", "Pendulum-v1", "Tetris-v0"])
+@pytest.mark.parametrize("task", with_slow(["CartPole-v1", "Pong-v5", "Pendulum-v1", "Tetris-v0"], ("Pong-v5",)))
 @pytest.mark.parametrize(("num", "size"), [(2, 12), (3, 3)])  # three, or one, handed over at once
 def test_batches_of_one_pool_are_the_same_as_pools_of_their_own(task, num, size, seed):
     """Whatever order they are sent in, and whichever environments EnvPool has done first."""

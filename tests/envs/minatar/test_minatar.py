@@ -173,7 +173,7 @@ SKILLS = {
     ("name", "rare"),
     [
         ("breakout", lambda game: game.brick_map.sum() == 0),
-        ("freeway", lambda game: game.terminal),
+        pytest.param("freeway", lambda game: game.terminal, marks=pytest.mark.slow),
         *(
             pytest.param(name, lambda game, rank=rank: game.ramp_index > rank, marks=pytest.mark.slow)
             for name, rank in (("asterix", 3), ("space_invaders", 0), ("seaquest", 2))

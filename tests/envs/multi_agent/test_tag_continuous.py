@@ -150,7 +150,8 @@ def test_the_rules_are_those_written_out(case, compile, seed):
     assert report.num_episodes >= 6
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
 def test_the_default_game_is_that_written_out(compile, seed):
     """110 agents of which each sees the ten nearest, for more than 500 steps."""
     defaults = {"num_taggers": 10, "num_runners": 100, "grid_length": 20.0, "max_episode_steps": 500}
