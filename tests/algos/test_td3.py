@@ -23,7 +23,7 @@ def make(seed, **config):
 def minibatch(seed):
     actions = {
         "action": lambda rng: rng.uniform(-1, 1, (ROWS, 2)),
-        "noise": lambda rng: rng.uniform(-0.5, 0.5, (ROWS, 2)),
+        "noise": lambda rng: rng.uniform(-2, 2, (ROWS, 2)),
     }
     return rows_of(seed, **actions)
 
