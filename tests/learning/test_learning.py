@@ -79,6 +79,7 @@ def test_dqn_solves_cartpole_with_every_seed():
     assert (final_returns("experiment=dqn_cartpole", "population=3") >= 475).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.slow
 def test_torchrls_dqn_loss_solves_cartpole_with_every_seed():
     settings = ("num_envs=64", "total_env_steps=500_000", "algo.agent.target_rate=0.02")
@@ -86,6 +87,7 @@ def test_torchrls_dqn_loss_solves_cartpole_with_every_seed():
     assert (final_returns("loss=DQNLoss", "env=cartpole", *settings, updates, "population=3") >= 475).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.slow
 def test_torchrls_sac_loss_swings_up_the_pendulum_with_every_seed():
     settings = ("num_envs=8", "total_env_steps=12_000", "algo.agent.hidden=[64,64]", "algo.agent.discount=0.95")
