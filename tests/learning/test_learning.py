@@ -140,7 +140,6 @@ def test_taggers_learn_to_catch_a_runner_that_moves_at_random_with_every_seed():
         assert (untrained < 0.6).all() and (trained >= 0.9).all()
 
 
-@pytest.mark.slow
 def test_both_sides_learn_on_a_plane_with_every_seed():
     """Continuous Tag, smaller than the experiment's, each side against the other and against what that was before.
 
@@ -253,7 +252,6 @@ def test_ppo_and_impala_catch_in_the_other_loop_too(experiment, tmp_path):
     assert sebulba_return(f"experiment={experiment}", folder=tmp_path / "run") >= 0.95
 
 
-@pytest.mark.slow
 def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path):
     pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
     for seed in range(3):
