@@ -59,7 +59,7 @@ print([(str(isa), isa.build_arch_flags()) for isa in cpu_vec_isa.valid_vec_isa_l
     assert found and found == built
 
 
-@pytest.mark.parametrize("differentiable", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.slow
 def test_sources_are_cached_per_width_of_vectors(differentiable, tmp_path):
     """Machines that share a folder may have different ones."""

@@ -130,7 +130,7 @@ def test_members_of_a_population_equal_runs_of_their_own(seed):
 
 @pytest.mark.parametrize(
     ("cls", "env", "population"),
-    [(APG, "point_mass", 1), pytest.param(SHAC, "pendulum", 2, marks=pytest.mark.slow)],
+    [(APG, "point_mass", 1), (SHAC, "pendulum", 2)],
 )
 @pytest.mark.slow
 def test_the_compiled_iteration_equals_the_eager_one(seed, cls, env, population):

@@ -47,7 +47,7 @@ def _are_plain(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
+        and all(type(x) is Tensor and x.dtype == torch.int64 and x.device.type == "cpu" for x in tensors)
         and not any(map(is_functorch_wrapped_tensor, tensors))
     )
 

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from tests.interop.rows import THERE
 from tests.interop.test_fall_back import reading_agent
+from tests.marks import with_slow
 from tests.replay import test_loops
 from tests.replay.agents import AGENTS, CONTINUOUS, WITHOUT_PRIORITIES
 from torchpod import losses
@@ -253,7 +254,7 @@ WITH_REPLAY = [
 
 @pytest.mark.parametrize(
     ("name", "host", "prioritised"),
-    [x if x[0] in ("dqn", "r2d2", "sac") else pytest.param(*x, marks=pytest.mark.slow) for x in WITH_REPLAY],
+    with_slow(WITH_REPLAY, [x for x in WITH_REPLAY if x[0] not in ("dqn", "r2d2", "sac")]),
 )
 def test_replayed_iterations_with_replay_are_those_of_the_loop(name, host, prioritised):
     assert unlike_the_loop(name, host, prioritised, compiled=False, device="cpu") == []

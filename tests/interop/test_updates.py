@@ -317,10 +317,8 @@ GROUPS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [(n, False) for n in GROUPS] + [pytest.param(n, True, marks=pytest.mark.slow) for n in GROUPS],
-)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", GROUPS)
 def test_groups_have_optimizers_of_their_own(name, compiled, seed):
     """As so many of torch.optim, each with its rate and its clipping."""
     env, prefixes = env_for(name, max_episode_steps=T), GROUPS[name]

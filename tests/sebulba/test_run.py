@@ -536,7 +536,7 @@ def group_is_empty(process):
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
 def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
     process = start("env=corridor.py:Slow", "total_env_steps=1_000_000", "run_dir=run")
@@ -551,7 +551,7 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
     assert process.returncode == 130 and saved >= 36
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")

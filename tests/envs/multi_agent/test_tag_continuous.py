@@ -137,10 +137,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "compile"),
-    [(case, False) for case in CASES] + [pytest.param(case, True, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
 def test_the_rules_are_those_written_out(case, compile, seed):
     """Observations to 1e-6 and rewards, small numbers of at most 10 each, to as much."""
     oracle = Oracle(**CASES[case])
