@@ -274,7 +274,7 @@ class Choices(torch.distributions.Independent):
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """By Gumbel's trick: unlike torch's own draw it keeps the axis of environments, which have keys (keyed.py)."""
         logits = cast(torch.distributions.Categorical, self.base_dist).logits
-        noise = torch.rand_like(logits.expand(*sample_shape, *logits.shape))
+        noise = torch.rand_like(logits.expand(*sample_shape, *logits.shape)).clamp(min=2.0**-24)  # log(0) is -inf
         return (logits - (-noise.log()).log()).argmax(-1)
 
 

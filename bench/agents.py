@@ -2,9 +2,9 @@
 
     torchpod bench agents [--json FILE] [--quick] [--only NAME]
 
-A row is `torchpod train experiment=NAME` for fewer steps than the experiment has, on one core, or on a GPU if there is
-one: acting, storing, drawing and updating, as its summary counts them, without compilation. The rounds have seeds of
-their own.
+A row is `torchpod train` with an experiment or other settings, for fewer steps than it has, on one core, or on a GPU if
+there is one: acting, storing, drawing and updating, as its summary counts them, without compilation. The rounds have
+seeds of their own.
 """
 
 import json
@@ -25,10 +25,17 @@ from torchpod.config import load
 
 
 class Case(NamedTuple):
-    """Some steps of an experiment."""
+    """Some steps of a run."""
 
     name: str
+    """Of the row, and of an experiment if there are no settings."""
     steps: int
+    settings: tuple[str, ...] = ()
+
+    @property
+    def overrides(self) -> list[str]:
+        """What `torchpod train` is told."""
+        return [*(self.settings or [f"experiment={self.name}"]), f"total_env_steps={self.steps}"]
 
 
 CASES = (
@@ -39,6 +46,9 @@ CASES = (
     Case("td3_pendulum", 12_000),
     Case("r2d2_memory_chain", 100_000),
     Case("r2d2_minatar_asterix", 100_000),
+    Case("ddpg_pendulum", 12_000, ("experiment=td3_pendulum", "algo=ddpg")),
+    Case("sebulba_dqn_cartpole", 300_000, ("experiment=dqn_cartpole", "loop=sebulba")),
+    Case("sebulba_r2d2_memory_chain", 100_000, ("experiment=r2d2_memory_chain", "loop=sebulba")),
 )
 
 
@@ -68,7 +78,7 @@ def main(
         except harness.WorkerError as error:
             failures.append(f"{case.name}: {error}")
             continue
-        num_envs = load([f"experiment={case.name}", *overrides]).num_envs
+        num_envs = load([*case.overrides, *overrides]).num_envs
         rows.append(make.alone(f"{case.name}/{num_envs}", statistics.median(rates), "env_steps/s", rates))
         print(describe(rows[-1]), flush=True)
         calibrations.append(harness.calibrate(core))
@@ -91,7 +101,7 @@ def rate(case: Case, seed: int, core: int | None, overrides: Sequence[str]) -> f
     """
     with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as folder:
         run = Path(folder) / "run"
-        line = [f"experiment={case.name}", f"total_env_steps={case.steps}", f"seed={seed}", f"run_dir={run}"]
+        line = [*case.overrides, f"seed={seed}", f"run_dir={run}"]
         line += ["evaluation.episodes=1", "logger.console=false"]
         command = [sys.executable, "-m", "torchpod", "train", *line, *overrides]
         harness.output_of(command, harness.ONE_THREAD, "the run", core=core)

@@ -6,12 +6,14 @@ compile caches and the later ones with full ones, so that compile time comes col
 round, so that load which comes and goes hits both sides. Read anakin.py next.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,13 +38,17 @@ BEGAN = time.monotonic()
 
 # A JAX row must reach this share of its scaled figure. 0.9 leaves room for noise, not for a bad driver.
 FLOOR_SHARE = 0.9
-# Means over a few seeds differ; those of two different algorithms differ more.
 RETURN_SHARE = 0.6
+"""Means over a few seeds differ; those of two different algorithms differ more."""
+JAX_RETURN_SHARE = {"cartpole": 0.85}
+"""By environment, beside our own JAX driver, which is the same algorithm, where seeds differ little: 0.89 at least."""
 # Of a random policy, and how many times that both sides must reach where they had time to learn.
 RANDOM_RETURN = {"cartpole": 22.0, "minatar_breakout": 0.4}
 LEARNED = 2.0
-# A worker that got less of its core than this was not alone on it.
+# A worker that got less of its core than this was not alone on it, and one that uses several cores if it got less than
+# this share of what it got in another round.
 QUIET_CPU_SHARE = 0.95
+QUIET_ROUND_SHARE = 0.9
 
 NO_TASKSET = "there is no `taskset` on the PATH; install util-linux"
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -291,22 +297,29 @@ def output_of(
             raise WorkerError(f"{name} cannot be pinned to core {core}: {NO_TASKSET}")
         command = ["taskset", "-c", str(core) if isinstance(core, int) else ",".join(map(str, core)), *command]
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             env={**os.environ, **env},
             cwd=ROOT,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout_s,
-            check=False,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        raise WorkerError(f"{name} was still running after {timeout_s:.0f} s and was stopped") from None
     except OSError as error:
         raise WorkerError(f"{name} could not be started: {error}") from None
-    if done.returncode:
-        raise WorkerError(f"{name} failed (exit status {done.returncode}): {_last_line(done.stderr)}")
-    return done.stdout
+    try:
+        out, told = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # ranks and compilers that it has started would go on
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise WorkerError(f"{name} was still running after {timeout_s:.0f} s and was stopped") from None
+    if process.returncode:
+        raise WorkerError(f"{name} failed (exit status {process.returncode}): {_last_line(told)}")
+    return out
 
 
 def _last_line(text: str) -> str:
@@ -393,11 +406,15 @@ class RowMaker:
         ratios: list[float] = []
         if len(good) == 2:
             ratios = [a / b for a, b in zip(medians["torchpod"], medians[peer_name], strict=True)]
-        on_cpu = [m for ms in good.values() for m in ms if m.get("device", "cpu") == "cpu"]
-        shares = [sum(m["cpu_s"]) / sum(m["wall_s"]) for m in on_cpu]
-        notes = [str(side) for side in sides.values() if isinstance(side, WorkerError)]
-        if shares and min(shares) < QUIET_CPU_SHARE and unit != "s":
-            notes.append(f"not alone on the core: {min(shares):.0%} of it in the worst round")
+        notes, shares = [str(side) for side in sides.values() if isinstance(side, WorkerError)], []
+        for ms in good.values():
+            on_cpu = [m for m in ms if m.get("device", "cpu") == "cpu"]
+            own = [sum(m["cpu_s"]) / sum(m["wall_s"]) for m in on_cpu]
+            shares += own
+            most = max(own, default=0.0)
+            least = QUIET_CPU_SHARE if most < 1.05 else QUIET_ROUND_SHARE * most
+            if own and min(own) < least and unit != "s":
+                notes.append(f"not alone on the core: {min(own):.0%} of it in the worst round")
         found = dict(self.versions)
         for ms in good.values():
             found.update(ms[0]["versions"])
@@ -457,16 +474,19 @@ def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
 def unequal_returns(ours: Sequence[Measurement], peer: Sequence[Measurement]) -> list[str]:
     """Where both sides learned, and one to much less than the other in the mean of all rounds, a sentence.
 
-    Rounds have seeds of their own, and one seed says little: PPO on Breakout ends between 21 and 41 on either side.
+    Rounds have seeds of their own, and one seed says little: PPO on Breakout ends between 16 and 41 on either side.
     """
     first = peer[0]
+    share = RETURN_SHARE
+    if first["framework"] == "jax":
+        share = JAX_RETURN_SHARE.get(first.get("env", ""), RETURN_SHARE)
     if first["mode"] != "update":
         return []
     a, b = (_mean([m["episode_return"] for m in side]) for side in (ours, peer))
-    if a is None or b is None or abs(a - b) > (1 - RETURN_SHARE) * max(abs(a), abs(b)):
+    if a is None or b is None or abs(a - b) > (1 - share) * max(abs(a), abs(b)):
         return [
             f"{ours[0]['framework']} learned to a mean return of {a} and {first['framework']} to {b} in"
-            f" the same number of steps; they may differ by {1 - RETURN_SHARE:.1f} of the one that is further from 0."
+            f" the same number of steps; they may differ by {1 - share:.2g} of the one that is further from 0."
         ]
     return []
 
@@ -617,7 +637,7 @@ def write_results(
     """Writes `bench/results/<suite>_<hardware>_<date>.json`, or `json_path`; returns where it lies."""
     machine = hardware()
     now = datetime.datetime.now(datetime.UTC)
-    path = Path(json_path) if json_path else RESULTS / f"{suite}_{machine['name']}_{now:%Y-%m-%d-%H%M}.json"
+    path = Path(json_path) if json_path else RESULTS / f"{suite}_{machine['name']}_{now:%Y-%m-%d-%H%M%S}.json"
     document = {
         "format": FORMAT,
         "suite": suite,

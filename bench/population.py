@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchpod.bench import harness
-from torchpod.bench.anakin import compile_rows, default_workers, describe
+from torchpod.bench.anakin import compile_rows, default_workers, describe, make_libraries
 from torchpod.bench.harness import Figures, MissingError, RowMaker, Worker
 
 CASES = ((16, 4), (64, 4))
@@ -47,6 +47,8 @@ def main(
     ours, peer = workers or default_workers()
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
+    if not workers:
+        make_libraries(ours, core)
     for members, num_envs in cases:
         name = f"{WORK}/{members}x{num_envs}"
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
@@ -54,7 +56,8 @@ def main(
             results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
             a, b = results[ours.name], results[peer.name]
             both = [*arguments[0], "--threads", "2"]
-            two = harness.interleave((ours,), [both] * rounds, core=None, cache_dir=Path(cache))[ours.name]
+            cores = None if core is None else sorted(os.sched_getaffinity(0))[-2:]
+            two = harness.interleave((ours,), [both] * rounds, core=cores, cache_dir=Path(cache))[ours.name]
         rows.append(make.rate(name, a, b, peer_name=peer.name))
         again = [case_arguments(members, num_envs, 1, learn=False, seed=i) for i in range(1, rounds)]
         colds = [harness.interleave((ours, peer), [one], core=core) for one in again if not quick]

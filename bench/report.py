@@ -11,7 +11,7 @@ from typing import Any
 
 from torchpod.bench import scaling
 from torchpod.bench.harness import FORMAT, RESULTS, ROOT
-from torchpod.bench.targets import TARGETS, beside_stated, missed, outcome
+from torchpod.bench.targets import LESS_IS_BETTER, MORE_IS_BETTER, TARGETS, beside_stated, missed, outcome
 
 DOCS = ROOT / "docs"
 HISTORY_LENGTH = 8
@@ -25,8 +25,9 @@ WITH_SUMS = "220552d+changes"
 HEADER = """# Benchmarks
 
 Written by `torchpod bench report` from `bench/results/`; do not edit. A ratio is torchpod over its peer in the same run
-on the same cores, with the smallest and the largest of the rounds in brackets: above 1 torchpod is faster, except for
-seconds, where below 1 is. Rates are environment steps per second, without compilation, the median over the rounds.
+on the same cores, with the smallest and the largest of the rounds in brackets: above 1 torchpod is better, except for
+seconds, memory and launches, where below 1 is. Rates are environment steps per second, without compilation, the median
+over the rounds. What changed is the ratio by more than 10 %, or, measured without a peer, the value by more than 20.
 
 A target that is met beside a peer below its figure proves less: that peer was slower than it is known to be on a
 machine of this speed, which is a failure of its own, below the table. "x the ... stated" is our rate over what JAX did
@@ -40,8 +41,10 @@ The figures that were stated for one core with 64 environments of CartPole (289,
 (100,000 and 84,000) are held against JAX's rows of two cores, for pinned to one core of an EPYC 25-17 it does 0.6 to
 0.8 of them. JAX shuffles all T x B rows, as purejaxrl does, and torchpod deals the steps of each environment to the
 minibatches, cheaper work that is part of what is compared; so is that torchpod skips the zeros of Breakout's
-observations in the first layer (33 of 400 numbers are set), which XLA multiplies. tests/bench/test_jax_ppo.py holds
-equal: parameters and gradients, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
+observations in the first layer (33 of 400 numbers are set), which XLA multiplies. A time limit is the end of an episode
+to JAX, as in purejaxrl, while torchpod goes on with the value of the last observation; on Pendulum every episode ends
+so. tests/bench/test_jax_ppo.py holds equal: parameters and gradients, steps and ends of CartPole and Pendulum,
+advantages, clip, Adam and annealing.
 
 Both sides of a row on one core are pinned to the same one, `core` in the JSON, with one thread each (a row "on 2 cores"
 has two); without `core` nothing is pinned. Of each row on a CPU with a peer the JSON has the `threads` of both
@@ -56,7 +59,9 @@ def main(results: Path = RESULTS, docs: Path = DOCS) -> int:
     pages = {"benchmarks.md": render(documents)}
     whole = {x["suite"]: x for x in documents if not x.get("only")}  # the newest of each
     if "scaling" in whole and not whole["scaling"]["failures"]:
-        pages["scaling.md"] = scaling.render(whole["scaling"], whole.get("gpu"))
+        on_gpu = [x for x in documents if x["suite"] == "gpu" and x["hardware"]["gpu"]]
+        same = [x for x in on_gpu if x["hardware"]["name"] == on_gpu[-1]["hardware"]["name"]]
+        pages["scaling.md"] = scaling.render(whole["scaling"], _with_parts(same) if same else None)
     docs.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         (docs / name).write_text(text)
@@ -94,8 +99,8 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
 def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str], *, newest_only: bool = False) -> list[str]:
     """One sentence for each row that was better by more than `REGRESSION` when it was measured the last time but one.
 
-    What counts is the ratio to its peer; the rate itself, by twice as much, of a row without one. What gets slower
-    little by little is seen in the history alone.
+    What counts is the ratio to its peer; the number itself, by twice as much, where it was measured without one. What
+    gets slower little by little is seen in the history alone.
 
     Args:
       runs: of one suite on one machine, oldest first.
@@ -104,21 +109,20 @@ def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str], *, newe
     """
     found = []
     for name in names:
-        measured = [(run, row) for run in runs for row in run["rows"] if row["name"] == name and _has_ratio(row)]
+        rows = [(run, row) for run in runs for row in run["rows"] if row["name"] == name and _can_change(row)]
+        measured = [(run, row) for run, row in rows if _has_ratio(row)]
         what, limit, key = "ratio", REGRESSION, "ratio"
-        if not measured:
-            alone = [(run, row) for run in runs for row in run["rows"] if row["name"] == name and row["value"]]
-            measured = [(run, row) for run, row in alone if row["unit"] == "env_steps/s"]
-            what, limit, key = "rate", 2 * REGRESSION, "value"
+        if not measured or measured[-1][0] is not rows[-1][0]:  # the peer was not there
+            measured, what, limit, key = rows, "value", 2 * REGRESSION, "value"
         if len(measured) < 2:
             continue
         (before, old), (newest, new) = measured[-2:]
         if newest_only and newest is not runs[-1]:
             continue
         was, now = old[key], new[key]
-        worse = now / was - 1 if new["unit"] == "s" else 1 - now / was
+        worse = now / was - 1 if new["unit"] in LESS_IS_BETTER else 1 - now / was
         if worse > limit:
-            told = (f"{x:.2f}" if what == "ratio" else f"{x:,.0f}" for x in (was, now))
+            told = (f"{x:.2f}" if what == "ratio" else _number(x, new["unit"]) for x in (was, now))
             found.append(f"{name}: the {what} went from {' to '.join(told)} since {before['commit']}.")
     return found
 
@@ -128,6 +132,12 @@ def regressed(suite: str, results: Path = RESULTS) -> list[str]:
     runs = [run for run in load(results) if run["suite"] == suite]
     runs = [run for run in runs if run["hardware"]["name"] == runs[-1]["hardware"]["name"]]
     return regressions(runs, [row["name"] for row in runs[-1]["rows"]], newest_only=True) if runs else []
+
+
+def _can_change(row: Mapping[str, Any]) -> bool:
+    """Whether it was measured, by something that gets better or worse by a share of it."""
+    least = LEAST_SECONDS if row["unit"] == "s" else 0.0
+    return row["unit"] in LESS_IS_BETTER | MORE_IS_BETTER and (row["value"] or 0.0) > least
 
 
 def _has_ratio(row: Mapping[str, Any]) -> bool:
@@ -204,7 +214,9 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     names = [row["name"] for row in latest["rows"]]
     rates = {name: target for name, target in targets.items() if target.seconds is None}
     bounds = {name: rates[name].bound for name in names if name in rates and rates[name].bound}
-    met = [name for name in bounds if not any(x.startswith(f"{name}:") for x in now_missed)]
+    met = [
+        row["name"] for row in latest["rows"] if row["name"] in bounds and outcome(rates[row["name"]], row)[1] == "met"
+    ]
     problems += regressions(runs, names)
     lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []
     lines += ["", *(f"- {name} is bounded by {bounds[name]}." for name in met)] if met else []

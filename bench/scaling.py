@@ -54,8 +54,6 @@ ASSUMED = {
     "one 400 Gbit/s link per device": Network(5e-6, 50e9),
 }
 """Round numbers of data sheets, not measured."""
-UNROLL_KERNEL = "2026-11-26T22:40"
-"""Since when an unroll of CartPole with up to 4096 environments is one kernel on a GPU."""
 
 
 def main(
@@ -295,12 +293,6 @@ def _prediction(
             shares = (t / (t + num_sums * assumed.sum_s(k, num_bytes / num_sums)) for k in PREDICTED)
             cells = (name, device, f"{num_envs:,}", f"{1e3 * t:,.2f} ms", *(f"{share:.1%}" for share in shares))
             lines.append(f"| {' | '.join(cells)} |")
-    if gpu is not None and gpu["date"] < UNROLL_KERNEL:
-        lines += [
-            "",
-            "t of few environments on a GPU was measured before an unroll of up to 4096 became one kernel: 1,024 on an"
-            " H200 take 2.06 ms since, by hand (docs/design.md, section 4), and the shares of a shorter t are smaller.",
-        ]
     return [
         *lines,
         "",

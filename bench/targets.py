@@ -6,6 +6,10 @@ A suite whose row misses its target exits with 1, and docs/benchmarks.md shows b
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+LESS_IS_BETTER = frozenset({"s", "bytes", "MB", "kernels", "per iteration", "calls"})
+"""Units. Those per iteration are launches."""
+MORE_IS_BETTER = frozenset({"env_steps/s", "updates/s", "rows/s", "1/s"})
+
 
 class Target(NamedTuple):
     """See the module. A ratio, seconds, or what the row itself must reach."""
@@ -110,7 +114,7 @@ TARGETS: Mapping[str, Mapping[str, Target]] = {
 def outcome(target: Target, row: Mapping[str, Any]) -> tuple[str, str]:
     """The target in words; and "met", "missed" or "not measured"."""
     got, limit, unit = _sides(target, row)
-    less = row["unit"] == "s"
+    less = row["unit"] in LESS_IS_BETTER
     wanted = f"{'<=' if less else '>='} {_number(limit)} {unit}"
     if got is None:
         return wanted, "not measured"

@@ -134,6 +134,19 @@ def test_a_program_compiled_ahead_for_what_never_comes_makes_room():
         double(torch.ones(5))
 
 
+def test_another_constant_or_another_tensor_in_the_arguments_is_another_signature():
+    """It is compiled for, or refused: never the result of the first."""
+    x = torch.rand(3)
+    scaled = Compiler(True, max_compilations=2)(lambda x, scale: x * scale)
+    for scale in (2, 3, 2):
+        assert torch.equal(scaled(x, scale), x * scale)
+    with pytest.raises(inductor.RecompilationError, match=r"constants of the arguments are \(.*4.*\), and were \(.*3"):
+        scaled(x, 4)
+    summed = Compiler(True, max_compilations=2)(lambda tree: sum(tree.values()))
+    for tree in ({"a": x}, {"a": x, "b": 2 * x}, {"a": x}):
+        assert torch.equal(summed(tree), x * (1 if len(tree) == 1 else 3))
+
+
 def test_programs_ahead_are_compiled_by_other_threads(monkeypatch):
     from torch._inductor import cpp_builder
 

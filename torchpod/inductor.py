@@ -28,7 +28,7 @@ from torchpod.cpu_calls import Entry, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.quicker import rare_collections
 from torchpod.together import in_background, install, loaded
-from torchpod.trees import paths, reader, writer
+from torchpod.trees import outline, paths, reader, writer
 
 
 class _Recording(threading.local):
@@ -186,26 +186,28 @@ def _repair(error: Exception) -> str:
 
 
 class Signature:
-    """Arguments that a program was compiled for: a tree, and the shapes, strides, types and devices of its tensors."""
+    """Arguments that a program was compiled for: a tree, its constants, and all of its tensors but their numbers."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._names = paths(args)
-        self._leaves = reader(args)
-        tensors = self._leaves(args)
+        self._leaves, self._outline = reader(args), outline(args)
+        self._outlined, tensors = self._outline(args), self._leaves(args)
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def read(self, args: tuple[Any, ...]) -> list[Tensor] | None:
         """The tensors of the arguments if they are what the program was compiled for."""
         try:
             leaves = self._leaves(args)
-            return list(leaves) if self._guards.check(*leaves) else None
+            return list(leaves) if self._guards.check(*leaves) and self._outline(args) == self._outlined else None
         except (AttributeError, IndexError, KeyError, TypeError):  # another tree
             return None
 
     def mismatch(self, args: tuple[Any, ...]) -> str:
         """Why `args` do not fit."""
         try:
-            return str(self._guards.check_verbose(*self._leaves(args), tensor_check_names=self._names))
+            if self._guards.check(*(leaves := self._leaves(args))):
+                return f"lengths and constants of the arguments are {self._outline(args)}, and were {self._outlined}"
+            return str(self._guards.check_verbose(*leaves, tensor_check_names=self._names))
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             return f"the arguments have another structure ({error})"
 

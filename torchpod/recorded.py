@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchpod.cpu_calls import Call, Calls, Entry, View
 from torchpod.inductor import RECORDING, Signature, is_ahead
-from torchpod.trees import outline, reader, writer
+from torchpod.trees import reader, writer
 
 
 class Recorded:
@@ -172,8 +172,6 @@ class _Plan(Signature):
 
     def __init__(self, args: tuple[Any, ...], recording: _Note, result: Any) -> None:
         super().__init__(args)
-        self._outline = outline(args)
-        self._outlined = self._outline(args)
         given, self._shared = self._leaves(args), list[tuple[int, int, int]]()
         places = list(map(_place_of, given))
         by_storage = sorted(range(len(given)), key=lambda i: places[i].storage)
@@ -186,11 +184,11 @@ class _Plan(Signature):
         self._calls, self._write = Calls(recording.calls, recording.num_given, results), writer(result)
 
     def read(self, args: tuple[Any, ...]) -> list[Tensor] | None:
-        """See `Signature`; trees that have more in them, other constants, or do not share memory, are others."""
+        """See `Signature`; arguments that do not share memory as those did are others."""
         inputs = super().read(args)
-        if inputs is None or self._outline(args) != self._outlined:
-            return None
-        shared = all(inputs[i].data_ptr() - inputs[j].data_ptr() == bytes_ for i, j, bytes_ in self._shared)
+        shared = inputs is not None and all(
+            inputs[i].data_ptr() - inputs[j].data_ptr() == bytes_ for i, j, bytes_ in self._shared
+        )
         return inputs if shared else None
 
     def run(self, inputs: list[Tensor]) -> Any:

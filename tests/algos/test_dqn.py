@@ -304,13 +304,14 @@ def test_evaluation_is_greedy(seed, cls):
     assert (action == values(agent, network(agent, x)).argmax(-1)).all()
 
 
+@pytest.mark.parametrize("fraction", [0.2, 0.0])
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("remaining", [1.0, 0.9, 0.5, 0.0])
-def test_the_share_of_random_actions_falls_from_1_to_epsilon(seed, epsilon, remaining):
-    agent, n = make(DQN, seed, epsilon=epsilon, exploration_fraction=0.2), 20_000
+def test_the_share_of_random_actions_falls_from_1_to_epsilon(seed, epsilon, remaining, fraction):
+    agent, n = make(DQN, seed, epsilon=epsilon, exploration_fraction=fraction), 20_000
     action, x = decide(agent, n, seed, remaining=remaining)
     best = values(agent, network(agent, x[:1])).argmax()
-    share = 1 + min(1.0, (1 - remaining) / 0.2) * (epsilon - 1)
+    share = epsilon if fraction == 0 else 1 + min(1.0, (1 - remaining) / fraction) * (epsilon - 1)
     for a in range(A):
         want = share / A + (1 - share) * (a == best)
         assert abs((action == a).mean() - want) < 6 * (0.25 / n) ** 0.5 * (0 < want < 1) + 1e-9, (a, want)

@@ -299,6 +299,15 @@ def test_choices_are_drawn_as_often_as_they_should():
     torch.testing.assert_close(Choices(logits).log_prob(torch.tensor([1, 0])), torch.tensor(0.6 * 0.25).log())
 
 
+@pytest.mark.parametrize("extreme", [0.0, 1 - 2.0**-24])
+def test_choices_are_allowed_ones_whatever_is_drawn(extreme, monkeypatch):
+    """At both ends of the interval, where the one that is allowed comes last, and where it comes first."""
+    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, extreme))
+    low = torch.finfo(torch.float32).min
+    logits = torch.tensor([[low, low, 0.7], [0.0, low, low]])
+    assert Choices(logits).sample((5,)).tolist() == [[2, 0]] * 5
+
+
 @pytest.mark.slow
 def test_a_compiled_iteration_is_the_uncompiled_one(seed, recwarn):
     found = []

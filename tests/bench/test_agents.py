@@ -40,6 +40,9 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, ca
     assert row["name"].startswith("dqn_cartpole/") and row["value"] == 6.0
 
 
-def test_every_case_is_an_experiment():
+def test_every_case_is_a_run():
     for case in agents.CASES:
-        assert agents.load([f"experiment={case.name}"]).total_env_steps >= case.steps
+        config = agents.load(case.overrides)
+        assert config.total_env_steps == case.steps and config.algo.replay is not None
+        assert config.algo.name == case.name.removeprefix("sebulba_").split("_")[0]
+        assert config.loop.name == ("sebulba" if case.name.startswith("sebulba_") else "anakin")

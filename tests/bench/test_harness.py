@@ -2,6 +2,7 @@ import json
 import os
 import re
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -231,6 +232,10 @@ def test_a_learner_that_does_not_learn_as_its_peer_does_is_reported(tmp_path, fa
     for episode_return in (50.0, None):
         slow: harness.Measurement = {**m, "episode_return": episode_return}
         assert len(harness.unequal_returns([slow], [m])) == 1
+    near, far = ({**m, "env": "cartpole", "episode_return": x} for x in (86.0, 84.0))  # of 100
+    beside = [{**m, "env": "cartpole"}]
+    assert harness.unequal_returns([near], beside) == []  # pyright: ignore[reportArgumentType]
+    assert "may differ by 0.15" in harness.unequal_returns([far], beside)[0]  # pyright: ignore[reportArgumentType]
 
 
 def test_returns_are_compared_in_the_mean_of_the_seeds(tmp_path, fake):
@@ -281,6 +286,31 @@ def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):
     m["cpu_s"] = [0.5 * wall for wall in m["wall_s"]]
     row = RowMaker().rate("ppo_cartpole/64", [m], [m], peer_name="jax")
     assert row.cpu_share == pytest.approx(0.5) and "50% of it in the worst round" in row.note
+
+
+def test_of_two_cores_a_round_that_got_less_of_them_than_another_is_told(tmp_path, fake):
+    arguments = anakin.case_arguments(Case(64), 1, learn=False, seed=0)
+    m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    for share, told in ((1.6, False), (1.4, True)):
+        rounds = [{**m, "cpu_s": [x * wall for wall in m["wall_s"]]} for x in (1.7, share)]
+        row = RowMaker().rate("ppo_cartpole/64 on 2 cores", rounds, rounds, peer_name="jax")
+        assert ("140% of it in the worst round" in row.note) == told and row.cpu_share == pytest.approx(share)
+
+
+def test_what_a_worker_has_started_ends_with_it(tmp_path):
+    """As ranks and compilers are started."""
+    told = tmp_path / "pid"
+    code = f"""import subprocess, time
+started = subprocess.Popen(["sleep", "60"])
+open({str(told)!r}, "w").write(str(started.pid))
+time.sleep(60)"""
+    with pytest.raises(harness.WorkerError, match="still running after 2 s"):
+        harness.output_of([sys.executable, "-c", code], {}, "it", core=None, timeout_s=2.0)
+    pid = int(told.read_text())
+    deadline = time.monotonic() + 5
+    while (state := Path(f"/proc/{pid}/stat")).exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torchpod.algos.ppo import PPOConfig
 from torchpod.bench import harness
 from torchpod.bench.anakin_worker import WORK
 from torchpod.envs.classic.cartpole import THETA_LIMIT, X_LIMIT, CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import Learner
 from torchpod.ops.returns import gae
 from torchpod.types import Batch
@@ -96,6 +97,39 @@ def test_cartpole_moves_pays_and_ends_as_ours(tmp_path):
     for fresh in (found["moved"][found["done"]], found["fresh"], env.reset(keys).numpy()):
         assert np.abs(fresh).max() <= 0.05
         assert np.abs(fresh.mean(0)).max() < 5 * 0.05 / (3 * len(fresh)) ** 0.5  # that of a uniform one, 5 sigma
+
+
+@has_jax
+def test_pendulum_moves_and_pays_as_ours(tmp_path):
+    env, generator, size = Pendulum(), np.random.default_rng(), 4096
+    state = generator.uniform(-1, 1, (size, 2)).astype(np.float32) * np.float32([7.0, 8.0])
+    action = generator.uniform(-3, 3, (size, 1)).astype(np.float32)
+    np.savez(tmp_path / "in.npz", state=state, action=action)
+    code = """
+        import sys, jax, jax.numpy as jnp, numpy as np, jax_ppo
+        given, size = np.load(sys.argv[1] + "/in.npz"), 4096
+        keys, zeros = jax.random.split(jax.random.key(0), size), jnp.zeros(size)
+        at = jax_ppo.Pendulum(*jnp.asarray(given["state"]).T, time=jnp.arange(size) % 200, episode_return=zeros)
+        after, reward, done, _ = jax.vmap(jax_ppo.step_pendulum)(keys, at, jnp.asarray(given["action"]))
+        fresh = jax.vmap(jax_ppo.reset_pendulum)(keys)
+        seen = jax.vmap(jax_ppo.observe_pendulum)(after)
+        moved, fresh = (jnp.stack([x.theta, x.theta_dot], -1) for x in (after, fresh))
+        np.savez(sys.argv[1] + "/out.npz", moved=moved, seen=seen, reward=reward, done=done, fresh=fresh)
+    """
+    run_jax(code, tmp_path)
+    found = np.load(tmp_path / "out.npz")
+    moved, reward, terminated = env.transition(torch.from_numpy(state), torch.from_numpy(action), random.key(0))
+    assert not terminated.any() and env.spec.max_episode_steps == 200
+    assert (found["done"] == (np.arange(size) % 200 == 199)).all()
+    going, angle = ~found["done"], np.abs(np.remainder(state[:, 0], 2 * np.pi) - np.pi)
+    np.testing.assert_allclose(found["moved"][going], moved.numpy()[going], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["seen"][going], env.observe(moved).numpy()[going], rtol=1e-4, atol=1e-4)
+    away = angle > 1e-4  # at the bottom rounding decides on the sign, which the square forgets but for its own rounding
+    np.testing.assert_allclose(found["reward"][away], reward.numpy()[away], rtol=1e-4, atol=1e-4)
+    for fresh in (found["moved"][found["done"]], found["fresh"], env.reset(random.split(random.key(0), size)).numpy()):
+        high = np.array([np.pi, 1.0])
+        assert (np.abs(fresh) <= high + 1e-6).all()
+        assert (np.abs(fresh.mean(0)) < 5 * high / (3 * len(fresh)) ** 0.5).all()  # that of a uniform one, 5 sigma
 
 
 @has_jax

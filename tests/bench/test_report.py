@@ -171,8 +171,35 @@ def test_rows_without_a_peer_are_compared_by_their_rates():
     after["rows"][0]["value"] = 105_000.0
     assert report.regressions([before, after], ["ppo_cartpole/1024"]) == []
     after["rows"][0]["value"] = 90_000.0
-    told = ["ppo_cartpole/1024: the rate went from 123,456 to 90,000 since aaa."]
+    told = ["ppo_cartpole/1024: the value went from 123,456 to 90,000 since aaa."]
     assert report.regressions([before, after], ["ppo_cartpole/1024"]) == told
+
+
+@pytest.mark.parametrize("ratio", [True, False])
+@pytest.mark.parametrize(("unit", "worse"), [("bytes", 2.0), ("per iteration", 2.0), ("rows/s", 0.5), ("share", None)])
+def test_what_is_better_depends_on_the_unit(ratio, unit, worse):
+    """Of memory and launches less; a share may be either."""
+    before, after = (document(f"2030-01-0{i}T00:00:00", "aaa", 1.0 if ratio else None) for i in (1, 2))
+    for run in (before, after):
+        run["rows"][0]["unit"] = unit
+    for factor in (0.5, 2.0):
+        after["rows"][0] |= {"value": 123_456.0 * factor, "ratio": factor if ratio else None}
+        assert len(report.regressions([before, after], ["ppo_cartpole/1024"])) == (factor == worse)
+
+
+def test_where_the_peer_is_missing_the_rate_is_compared():
+    before, after = document("2030-01-01T00:00:00", "aaa", 1.0), document("2030-01-02T00:00:00", "bbb", None)
+    assert report.regressions([before, after], ["ppo_cartpole/1024"], newest_only=True) == []
+    after["rows"][0]["value"] = 90_000.0
+    told = ["ppo_cartpole/1024: the value went from 123,456 to 90,000 since aaa."]
+    assert report.regressions([before, after], ["ppo_cartpole/1024"], newest_only=True) == told
+
+
+def test_the_committed_pages_are_what_the_results_give(tmp_path):
+    assert report.main(report.RESULTS, tmp_path) == 0
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (report.DOCS / path.name).read_text(), f"run `torchpod bench report` for {path.name}"
+    assert {path.name for path in tmp_path.iterdir()} == {"benchmarks.md", "scaling.md"}
 
 
 def test_the_history_has_a_column_for_each_commit():

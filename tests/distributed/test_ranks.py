@@ -206,6 +206,8 @@ def test_two_ranks_learn_the_same_from_replay_of_their_own_and_are_resumed(tmp_p
         options = [f"resume={tmp_path / 'run'}"] if begun else [*small, *dqn, f"run_dir={tmp_path / 'run'}"]
         result = torchrun(tmp_path, "-m", "torchpod", "train", *options, more)
         assert result.returncode == 0, result.stderr
+    whole = (*small, *dqn, f"run_dir={tmp_path / 'whole'}", f"total_env_steps={50 * 64}")
+    assert torchrun(tmp_path, "-m", "torchpod", "train", *whole).returncode == 0
     last = checkpoint.latest(tmp_path / "run")
     assert {"replay-0.json", "replay-1.json"} < {path.name for path in last.iterdir()}
     states = [torch.load(last / f"state-{rank}.pt", weights_only=True) for rank in range(2)]
@@ -214,6 +216,10 @@ def test_two_ranks_learn_the_same_from_replay_of_their_own_and_are_resumed(tmp_p
     assert all(torch.equal(states[0][name], states[1][name]) for name in learned) and learned
     trees = [torch.cat([x for name, x in state.items() if name.startswith(".priorities.tree")]) for state in states]
     assert not torch.equal(*trees)  # each has seen its own environments
+    for rank, state in enumerate(states):  # and goes on with them as if it had not been stopped
+        left = torch.load(checkpoint.latest(tmp_path / "whole") / f"state-{rank}.pt", weights_only=True)
+        assert left.keys() == state.keys()
+        assert all(torch.allclose(left[x], state[x], rtol=0, atol=0, equal_nan=True) for x in left)
 
 
 @pytest.mark.slow

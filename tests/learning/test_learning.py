@@ -12,20 +12,15 @@ from scipy.linalg import solve_discrete_are
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.agent import bind
-from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState, train
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.point_mass import PointMass
 from torchpod.evaluate import Evaluation, evaluate
-from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
-from torchpod.rollout import start
 from torchpod.run import execute
 from torchpod.scripted import scripted
-from torchpod.testing.probes import LADDER
 
 
 def made(*overrides: str) -> tuple[Anakin, RunState]:
@@ -304,32 +299,6 @@ def test_r2d2_solves_memory_chain_with_every_seed_where_a_dqn_without_memory_can
     assert sebulba_return(*settings, folder=tmp_path / "run") >= 0.95
     blind = ("algo=dqn", "env=memory_chain", "num_envs=64", "total_env_steps=80_000", "algo.agent.hidden=[32,32]")
     assert (final_returns(*blind, "compile=false") <= 0.3).all()
-
-
-@pytest.mark.parametrize("probe", LADDER)
-def test_ppo_climbs_the_probe_ladder(probe):
-    env = LADDER[probe]()
-    config = PPOConfig(hidden=(32,), entropy_coefficient=0.0, discount=0.9)
-    anakin = Anakin(
-        lambda: PPO(env.spec, config),
-        env,
-        num_envs=32,
-        unroll_length=16,
-        learner=LearnerConfig(learning_rate=1e-2, num_epochs=4, num_minibatches=2),
-        num_iterations=60,
-        compiler=Compiler(False),
-    )
-    *_, (_, program) = train(anakin, anakin.init(0))
-    learner = program.state.learner
-    policy = bind(anakin.agent, learner.params | learner.buffers)
-    observations = torch.tensor(env.observations)[:, None]
-    carry = start(anakin.agent, env, random.split(random.key(5), len(observations)))
-    timestep = carry.timestep._replace(observation=observations)
-    output, _ = policy.act(timestep, (), random.split(random.key(6), len(observations)), explore=False)
-    values = output.extras["state_value"]
-    assert torch.allclose(values, torch.tensor(env.values(0.9)), atol=0.1), values
-    if env.best_actions is not None:
-        assert output.action.tolist() == list(env.best_actions)
 
 
 @pytest.mark.slow

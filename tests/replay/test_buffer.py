@@ -16,7 +16,7 @@ from torchpod import random
 from torchpod.agent import Agent
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
-from torchpod.replay import Priorities, ReplayBuffer, ReplayConfig, memory
+from torchpod.replay import Priorities, ReplayBuffer, ReplayConfig, memory, sum_tree
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.types import FIRST, LAST, MID, ActorOutput
@@ -228,6 +228,24 @@ def test_probabilities_are_priorities_to_the_power_alpha_and_weights_make_up_for
     assert (abs(count[leaves] - mass / mass.sum() * num) < 2).all()
     drawn = mass[np.searchsorted(leaves, sample.leaf.numpy())]
     np.testing.assert_allclose(sample.weight.numpy(), (drawn / mass.sum() * ring.window * B) ** -beta, rtol=1e-4)
+
+
+def test_of_a_million_rows_those_of_little_priority_come_up_as_often_as_they_should(seed):
+    """Half of them have a 64th of the mean: heights in float32 reach only some of these, again and again."""
+    num, draws = 2**20, 8
+    ring = make(PRIORITISED, capacity=num)
+    priorities = ring.priorities("cpu")
+    ring.insert(next(rollouts(seed, 1)), torch.tensor(0), priorities)
+    assert isinstance(priorities, Priorities)
+    leaf = torch.arange(num)
+    ring.write_back(priorities, leaf, (torch.where(leaf % 2 == 0, 1.0, 127.0) / 64) ** (1 / 0.6))
+    some = torch.zeros(num, dtype=torch.bool)
+    for i in range(draws):
+        some[draw(ring, priorities, 0, num, random.at(random.key(seed), i)).leaf] = True
+    total = sum_tree.total(priorities.tree)
+    found, share = some[::2].sum() / (num / 2), num * priorities.tree[0][0] / total
+    assert share == pytest.approx(1 / 64, rel=1e-3)
+    assert found.item() == pytest.approx(1 - (1 - share.item()) ** draws, rel=0.02)
 
 
 def expected_leaves(reference, ring, priorities_of):
@@ -445,7 +463,9 @@ def test_a_sequence_that_does_not_fit_is_refused():
 
 
 def test_a_first_update_that_never_comes_is_refused():
-    with pytest.raises(ValueError, match=r"algo\.replay\.min_size=61 is never reached with algo\.replay\.capacity=60"):
+    with pytest.raises(
+        ValueError, match=r"algo\.replay\.min_size=61 is never reached with algo\.replay\.capacity=60; lower"
+    ):
         make(min_size=61)
 
 
@@ -463,6 +483,19 @@ def test_a_capacity_that_does_not_fit_into_memory_is_refused_and_one_that_does_i
     make(capacity=int(found[1])).insert(trajectory, torch.tensor(0), ())  # the advice is good
     monkeypatch.setattr(memory, "_free_on_host", lambda: 1.12 * ring.nbytes)
     make(capacity=600).insert(trajectory, torch.tensor(0), ())
+
+
+def test_where_no_capacity_would_do_other_ways_are_named(seed, monkeypatch, tmp_path):
+    trajectory = next(rollouts(seed, 1))
+    monkeypatch.setattr(memory, "_free_on_host", lambda: 5000)  # of which the unrolls around the window take 1296
+    with pytest.raises(ValueError, match=r"left; use at most algo\.replay\.capacity=89\."):
+        make(capacity=600, min_size=89).insert(trajectory, torch.tensor(0), ())
+    other = r"left; use algo\.replay\.folder=DIR, or fewer num_envs, or a shorter algo\.unroll_length\."
+    with pytest.raises(ValueError, match=other):
+        make(capacity=600, min_size=90).insert(trajectory, torch.tensor(0), ())
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match=r"left; use fewer num_envs, or a shorter algo\.unroll_length\."):
+        make(capacity=600, folder=str(tmp_path)).insert(trajectory, torch.tensor(0), ())
 
 
 def test_files_are_for_what_is_on_a_cpu_and_for_disks_that_have_room(seed, tmp_path, monkeypatch):

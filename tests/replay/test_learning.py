@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.replay.agents import AGENTS, CONTINUOUS
 from torchpod import random
 from torchpod.agent import bind
 from torchpod.algos.dqn import DQN, DQNConfig
@@ -13,6 +14,7 @@ from torchpod.algos.r2d2 import R2D2, R2D2Config
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
 from torchpod.replay import Priorities, ReplayConfig
 from torchpod.replay.learning import ReplayLearner
@@ -52,14 +54,24 @@ class Telling(DQN):
 
 
 def make(
-    prioritised=True, *, cls=DQN, population=1, compile=False, agent=None, learner=None, num_iterations=20, **replay
+    prioritised=True,
+    *,
+    cls=DQN,
+    name=None,
+    population=1,
+    compile=False,
+    agent=None,
+    learner=None,
+    num_iterations=20,
+    **replay,
 ):
-    env = CartPole(max_episode_steps=6)
+    """With an agent of this class, or the one of this name in agents.py."""
+    env = Pendulum(max_episode_steps=6) if name in CONTINUOUS else CartPole(max_episode_steps=6)
     maker = R2D2Config if cls is R2D2 else DQNConfig
     config = maker(**({"hidden": (8,), "n_step": 3, "target_rate": 0.1, "target_interval": 1} | (agent or {})))
     settings = {"num_epochs": 1, "num_minibatches": M, "learning_rate": 1e-2} | (learner or {})
     return Anakin(
-        lambda: cls(env.spec, config),
+        lambda: AGENTS[name](env.spec) if name else cls(env.spec, config),
         env,
         num_envs=B,
         unroll_length=T,
@@ -167,9 +179,11 @@ def td_error(agent, variables, targets, row):
     return row["reward"] + row["discount"] * following[index, best] - q[index, row["action"]]
 
 
-def test_priorities_change_at_the_sampled_leaves_to_the_errors_before_the_update(seed):
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+def test_priorities_change_at_the_sampled_leaves_to_the_errors_before_the_update(seed, chunk_rows):
     # With a learning rate of 0 the errors of the second minibatch are those before the first as well.
-    anakin, state, trajectory, keys = before_update(seed, learner={"learning_rate": 0.0})
+    learner = {"learning_rate": 0.0, "chunk_rows": chunk_rows}
+    anakin, state, trajectory, keys = before_update(seed, learner=learner)
     inserted, sample, minibatches = by_hand(anakin, state, trajectory, keys)
     priorities = pytree.tree_map(torch.clone, state.priorities)
     assert isinstance(priorities, Priorities)
@@ -193,11 +207,12 @@ def test_priorities_change_at_the_sampled_leaves_to_the_errors_before_the_update
     assert td.min() < metrics["td_error"] < td.max() and new.num_steps == state.learner.num_steps + M
 
 
-@pytest.mark.parametrize(("cls", "agent"), [(DQN, {}), (R2D2, {"recurrent": 4, "burn_in": 2, "length": T})])
-def test_rows_and_sequences_count_as_much_as_their_importance_weights_say(seed, cls, agent):
-    """The first gradient, through Adam's first moment: that of a weighted mean of the rows' own losses."""
-    learner = {"max_grad_norm": 1e9, "num_minibatches": 1}
-    anakin, state, trajectory, keys = before_update(seed, cls=cls, agent=agent, learner=learner)
+@pytest.mark.parametrize("name", [None, *(name for name in AGENTS if name != "r2d2")], ids=str)
+def test_rows_and_sequences_count_as_much_as_their_importance_weights_say(seed, name, monkeypatch):
+    """The gradient, through Adam's first moment: that of a weighted mean of the rows' own losses. None: R2D2."""
+    made = {"cls": R2D2, "agent": {"recurrent": 4, "burn_in": 2, "length": T}} if name is None else {"name": name}
+    made["learner"] = {"max_grad_norm": 1e9, "num_minibatches": 1}
+    anakin, state, trajectory, keys = before_update(seed, **made)
     replay, agent, learner = replay_of(anakin), anakin.agent, anakin.learner
     assert isinstance(state.priorities, Priorities)
     leaf = state.priorities.tree[0].nonzero()[:, 0]
@@ -211,21 +226,33 @@ def test_rows_and_sequences_count_as_much_as_their_importance_weights_say(seed, 
     weight = priorities.tree[0][sample.leaf] ** -float(beta)
     assert weight.max() > 1.2 * weight.min()
     acting, targets = learner.acting(state.learner, state.iteration), bind(agent, state.learner.targets)
-    batch = bind(agent, acting).prepare(sample.trajectory, keys)
+    own = bind(agent, acting).prepare(sample.trajectory, random.split(random.key(seed), R)).steps
     if not agent.recurrent:
-        batch = batch._replace(steps=pytree.tree_map(lambda x: x[0], batch.steps))
+        own = pytree.tree_map(lambda x: x[0], own)
 
-    def gradient(weight):
-        params = {k: v.clone().requires_grad_() for k, v in state.learner.params.items()}
-        weight = batch.steps["weight"] * weight  # of a sequence, all its steps
-        steps = batch.steps | {"weight": weight / weight.sum()}
-        loss = bind(agent, acting | params).loss(batch._replace(steps=steps), keys[0], targets).loss
-        assert isinstance(loss, torch.Tensor)
-        return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
-
+    seen, loss_of = [], type(agent).loss
+    spy = lambda self, batch, keys, target: seen.append((batch, keys)) or loss_of(self, batch, keys, target)  # noqa: E731
+    monkeypatch.setattr(type(agent), "loss", spy)
     new, _ = replay.update(
         state.learner, trajectory, pytree.tree_map(torch.clone, state.priorities), state.iteration, keys
     )
+    monkeypatch.undo()
+    batch, drawn_with = seen[0]  # for its noise; of several groups one after the other
+    assert all(torch.equal(x, drawn_with) for _, x in seen) and torch.equal(own["action"], batch.steps["action"])
+
+    def gradient(weight):
+        params = {k: v.clone().requires_grad_() for k, v in state.learner.params.items()}
+        weight = own["weight"] * weight  # of a sequence, all its steps
+        steps = batch.steps | {"weight": weight / weight.sum()}
+        loss = bind(agent, acting | params).loss(batch._replace(steps=steps), drawn_with, targets).loss
+        losses, gradients = loss if isinstance(loss, dict) else dict.fromkeys(learner.groups.names, loss), {}
+        for group, names in learner.groups.names.items():
+            found = torch.autograd.grad(losses[group], [params[x] for x in names], retain_graph=True)
+            interval = agent.optimizer_intervals.get(group, 1)  # TD3's policy awaits its turn
+            if int(state.learner.num_steps + 1) % interval == 0:
+                gradients |= dict(zip(names, found, strict=True))
+        return gradients
+
     before, after = (learner.groups.by_parameter(x.mu) for x in (state.learner, new))
     weighted, plain = gradient(weight), gradient(torch.ones(R))
     for name, want in weighted.items():

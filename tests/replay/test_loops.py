@@ -186,6 +186,7 @@ def written_once(monkeypatch):
 
 
 OTHERS = (
+    ("population=2", "algo=dqn", "env=cartpole"),
     ("algo=r2d2", "env=cartpole", "algo.agent.recurrent=4", "algo.agent.burn_in=1", "algo.agent.length=4"),
     ("algo=ddpg", "env=pendulum", "algo.agent.noise=ou"),
     ("loss=SACLoss", "env=pendulum"),
@@ -196,7 +197,7 @@ OTHERS = (
         "algo.replay.frame_stack=2",
     ),
 )
-"""What else is resumed: recurrent states, noise that goes on, TorchRL's losses, and stacks of frames."""
+"""What else is resumed: populations, recurrent states, noise that goes on, TorchRL's losses, and stacks of frames."""
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def require_equal_runs(folder: Path, config: list[str], stop: int) -> None:
     assert_equal(*states)
     assert_equal(again.variables, whole.variables)
     # One for every 8 steps, but those of the first iterations, which only collect: one, or what a sequence needs.
-    assert int(states[0][".learner.num_steps"]) * 8 == (27 if "algo=r2d2" in config else 29) * STEPS
+    assert int(states[0][".learner.num_steps"].unique()) * 8 == (27 if "algo=r2d2" in config else 29) * STEPS
     assert 0.8 * 30 * STEPS < whole.summary["env_steps"] <= 30 * STEPS
     assert len(list((folder / "parts/replay/0").glob("*.pt"))) <= 30
 
@@ -320,6 +321,33 @@ def test_files_that_no_checkpoint_needs_are_removed_and_a_damaged_one_is_named(t
         execute(load(more))
 
 
+def whole_checkpoints(run: Path) -> set[str]:
+    """The checkpoints of a run, all of whose files are as they were listed."""
+    for folder in checkpoint.all_of(run):
+        listed = json.loads(checkpoint.manifest_of(folder, 0))
+        assert listed == {name: segments._digest(run / "replay/0" / name) for name in listed}
+    return {folder.name for folder in checkpoint.all_of(run)}
+
+
+def test_a_file_of_replay_has_no_more_bytes_than_its_bound(tmp_path: Path, monkeypatch):
+    """Which is what a checkpoint takes beside the buffer, however large that is."""
+    config = [*SMALL, "algo.replay.capacity=1600", f"total_env_steps={25 * STEPS}"]
+    states = []
+    for iterations in (None, 3):
+        if iterations is not None:
+            monkeypatch.setattr(segments, "_MOST_BYTES", iterations * STEPS * 36 + 1)
+        run = execute(load([*config, f"run_dir={tmp_path}/{iterations}"]))
+        states.append(torch.load(checkpoint.latest(run.dir) / "state-0.pt"))
+        counts = [end - begin for begin, end in map(segments._range, whole_files(run.dir))]
+        assert sum(counts) == 25 and max(counts) == (12 if iterations is None else iterations)
+        execute(load([f"resume={run.dir}", f"total_env_steps={26 * STEPS}"]))
+    assert_equal(*states)
+
+
+def whole_files(run: Path) -> list[str]:
+    return [path.name for path in (run / "replay/0").glob("*.pt")]
+
+
 def test_a_host_environment_that_begins_anew_leaves_no_transition_between_two_episodes(tmp_path: Path):
     """The step before the break is cut off: it counts as the end of its episode, and not as a terminal one.
 
@@ -328,7 +356,7 @@ def test_a_host_environment_that_begins_anew_leaves_no_transition_between_two_ep
     gym = ("loop=sebulba", "env=gymnasium", "env.task=CartPole-v1")
     small = [x for x in SMALL if not x.startswith("env=")]
     assert main(["train", *small, *gym, f"total_env_steps={6 * STEPS}", f"run_dir={tmp_path}/run"]) == 0
-    seen = {}
+    kept, seen = whole_checkpoints(tmp_path / "run"), {}
     original = Sebulba.resume
 
     def resume(self, state):
@@ -339,6 +367,8 @@ def test_a_host_environment_that_begins_anew_leaves_no_transition_between_two_ep
         patch.setattr(Sebulba, "resume", resume)
         for until in (8, 9):
             assert main(["train", f"resume={tmp_path}/run", f"total_env_steps={until * STEPS}"]) == 0
+            before, kept = kept, whole_checkpoints(tmp_path / "run")
+            assert before & kept  # what a resume changes is in files of its own
     steps = seen["loop"].replay.buffer.storage["timestep"]
     for at in (6 * T, 8 * T):  # where it went on
         assert (steps["step_type"][at] == FIRST).all() and (steps["step_type"][at - 1] == LAST).all()

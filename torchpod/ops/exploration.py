@@ -1,5 +1,6 @@
 """How much an agent explores."""
 
+import torch
 from torch import Tensor
 
 
@@ -11,5 +12,5 @@ def falling(last: Tensor, remaining: Tensor, fraction: Tensor) -> Tensor:
       remaining: scalar, of the run, from 1 to 0.
       fraction: scalar, the part in which it falls; 0: none.
     """
-    share = ((1.0 - remaining) / fraction.clamp(min=1e-6)).clamp(max=1.0)
+    share = torch.where(fraction > 0, ((1.0 - remaining) / fraction.clamp(min=1e-6)).clamp(max=1.0), 1.0)
     return 1.0 + share * (last - 1.0)

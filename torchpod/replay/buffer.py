@@ -119,10 +119,11 @@ class ReplayBuffer:
         self.num_slots = self.num_unrolls * unroll_length
         self._period = unroll_length if sequences else 1
         shortest = length + 2 + (self._period if sequences else 0)
+        self._least = per_step * shortest
         if self.window < shortest:
             raise ValueError(
                 f"algo.replay.capacity={config.capacity} is {config.capacity // per_step} step(s) of each of "
-                f"{per_step} environments, and what is sampled takes {shortest}; use at least {per_step * shortest}."
+                f"{per_step} environments, and what is sampled takes {shortest}; use at least {self._least}."
             )
         if config.frame_stack < 1:
             raise ValueError(f"algo.replay.frame_stack={config.frame_stack} must be at least 1.")
@@ -130,7 +131,8 @@ class ReplayBuffer:
             raise ValueError(f"algo.replay.folder={config.folder} is no folder; make it, or leave it out.")
         if config.min_size > config.capacity:
             raise ValueError(
-                f"algo.replay.min_size={config.min_size} is never reached with algo.replay.capacity={config.capacity}."
+                f"algo.replay.min_size={config.min_size} is never reached with "
+                f"algo.replay.capacity={config.capacity}; lower the one or raise the other."
             )
         # One step for the one after the last, and one in case that the last is a reset.
         enough = max(shortest, -(-config.min_size // per_step))
@@ -211,7 +213,8 @@ class ReplayBuffer:
         if isinstance(priorities, Priorities):
             total = sum_tree.total(priorities.tree)
             strata = torch.arange(num, device=key.device)
-            height = (strata + random.uniform(key, num)) / num * total
+            # In float64: in float32 heights would have 2^24 places, some 16 for each of a million leaves.
+            height = (strata + random.uniform(key, num).double()) / num * total
             # Programs are warmed up with an empty tree, where what is found is the last of the padding.
             last = self.num_slots // self._period * self.num_envs - 1
             leaf = sum_tree.find(priorities.tree, height).clamp(max=last)
@@ -340,10 +343,14 @@ class ReplayBuffer:
             per_step = needed / (self.num_slots * self.num_envs)
             rounding = (self.slack + self.history + 1) * self.unroll_length * self.num_envs
             fitting = (int(0.9 * free / per_step) - rounding) * self._num_ranks
+            advice = f"use at most algo.replay.capacity={fitting}"
+            if fitting < max(self.config.min_size, self._least):  # with which nothing would be learned
+                elsewhere = "algo.replay.host=true" if device.type != "cpu" else "algo.replay.folder=DIR"
+                is_there = host if device.type != "cpu" else folder is not None
+                advice = f"use {'' if is_there else f'{elsewhere}, or '}fewer num_envs, or a shorter algo.unroll_length"
             raise ValueError(
                 f"algo.replay.capacity={self.config.capacity} takes {needed / 2**30:.1f} GiB, {per_step:,.0f} bytes "
-                f"per step, and {where} has {free / 2**30:.1f} GiB left; use at most "
-                f"algo.replay.capacity={max(0, fitting)}."
+                f"per step, and {where} has {free / 2**30:.1f} GiB left; {advice}."
             )
 
     def _allocate(self, given: dict[str, Tree]) -> dict[str, Tree]:

@@ -6,6 +6,7 @@ checkpoints before it whole. Files that no checkpoint lists any more are removed
 """
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from torchpod.replay.buffer import ReplayBuffer
 from torchpod.types import LAST, Tree
 
 _PIECES = 8
-"""A file holds at most this part of the window: it is in memory twice while it is written."""
+"""A file holds at most this part of the window, so that files which are too old can go one by one."""
+_MOST_BYTES = 2**28
+"""That a file holds, if an iteration has not more: it is in memory twice while it is written or read."""
 
 
 class Segments:
@@ -39,11 +42,12 @@ class Segments:
         """Writes what was stored before an iteration and is in no file yet. Returns what the checkpoint keeps."""
         window = self._buffer.window // self._buffer.unroll_length + self._buffer.history
         oldest = max(0, iteration - window)
-        piece = max(1, window // _PIECES)
+        per_iteration = self._buffer.nbytes // self._buffer.num_unrolls
+        piece = max(1, min(window // _PIECES, _MOST_BYTES // max(1, per_iteration)))
         begin = max(self._saved, oldest)
         while begin < iteration:
             end = min(begin + piece, iteration)
-            path = self._folder / f"{begin:010d}-{end:010d}.pt"
+            path = self._new_path(begin, end)
             with writing(path):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 try:
@@ -109,6 +113,14 @@ class Segments:
 
         self._buffer.restore = fill
 
+    def _new_path(self, begin: int, end: int) -> Path:
+        """Of a file that there is not yet: what an earlier checkpoint lists stays as it is."""
+        for number in itertools.count():
+            again = f"-{number}" if number else ""
+            if not (path := self._folder / f"{begin:010d}-{end:010d}{again}.pt").exists():
+                return path
+        raise AssertionError
+
     def _slice(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         flat = {pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(self._buffer.storage)[0]}
         return {
@@ -126,7 +138,7 @@ class Segments:
 
 
 def _range(name: str) -> tuple[int, int]:
-    begin, end = Path(name).stem.split("-")
+    begin, end, *_ = Path(name).stem.split("-")
     return int(begin), int(end)
 
 

@@ -59,7 +59,7 @@ def find(tree: list[Tensor], height: Tensor) -> Tensor:
 
     Args:
       tree: from `make`, without leading axes.
-      height: float32 `[K]` in [0, `total`).
+      height: `[K]` in [0, `total`), float64 for more than 2^16 leaves or so: float32 has 2^24 places.
 
     Returns:
       int64 `[K]`. A leaf of 0 is never found, unless all are: then it is the last of the padding.
