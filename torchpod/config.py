@@ -240,7 +240,8 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     config = dataclasses.replace(from_dict(settings), given=given)
     for name in ("algo.replay.alpha", "algo.replay.beta"):
         replay, field = config.algo.replay, name.rpartition(".")[2]
-        if replay is not None and not replay.prioritised and getattr(replay, field) != getattr(ReplayConfig(), field):
+        is_other = name in given and getattr(replay, field) != getattr(ReplayConfig(), field)
+        if replay is not None and not replay.prioritised and is_other:
             raise ConfigError(f"{name} is of prioritised replay; add algo.replay.prioritised=true, or leave it out.")
     if config.algo.name == "torchrl" and (told := without_effect(config.algo.agent)):
         raise ConfigError(told)
