@@ -477,11 +477,10 @@ def unequal_returns(ours: Sequence[Measurement], peer: Sequence[Measurement]) ->
     Rounds have seeds of their own, and one seed says little: PPO on Breakout ends between 16 and 41 on either side.
     """
     first = peer[0]
-    share = RETURN_SHARE
-    if first["framework"] == "jax":
-        share = JAX_RETURN_SHARE.get(first.get("env", ""), RETURN_SHARE)
     if first["mode"] != "update":
         return []
+    same = JAX_RETURN_SHARE if first["framework"] == "jax" else {}
+    share = same.get(first.get("env", ""), RETURN_SHARE)
     a, b = (_mean([m["episode_return"] for m in side]) for side in (ours, peer))
     if a is None or b is None or abs(a - b) > (1 - share) * max(abs(a), abs(b)):
         return [

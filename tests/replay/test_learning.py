@@ -231,8 +231,12 @@ def test_rows_and_sequences_count_as_much_as_their_importance_weights_say(seed, 
         own = pytree.tree_map(lambda x: x[0], own)
 
     seen, loss_of = [], type(agent).loss
-    spy = lambda self, batch, keys, target: seen.append((batch, keys)) or loss_of(self, batch, keys, target)  # noqa: E731
-    monkeypatch.setattr(type(agent), "loss", spy)
+
+    def loss(self, batch, keys, target):
+        seen.append((batch, keys))
+        return loss_of(self, batch, keys, target)
+
+    monkeypatch.setattr(type(agent), "loss", loss)
     new, _ = replay.update(
         state.learner, trajectory, pytree.tree_map(torch.clone, state.priorities), state.iteration, keys
     )

@@ -345,9 +345,9 @@ class ReplayBuffer:
             fitting = (int(0.9 * free / per_step) - rounding) * self._num_ranks
             advice = f"use at most algo.replay.capacity={fitting}"
             if fitting < max(self.config.min_size, self._least):  # with which nothing would be learned
-                elsewhere = "algo.replay.host=true" if device.type != "cpu" else "algo.replay.folder=DIR"
-                is_there = host if device.type != "cpu" else folder is not None
-                advice = f"use {'' if is_there else f'{elsewhere}, or '}fewer num_envs, or a shorter algo.unroll_length"
+                there, elsewhere = (folder, "folder=DIR") if device.type == "cpu" else (host, "host=true")
+                others = "" if there else f"algo.replay.{elsewhere}, or "
+                advice = f"use {others}fewer num_envs, or a shorter algo.unroll_length"
             raise ValueError(
                 f"algo.replay.capacity={self.config.capacity} takes {needed / 2**30:.1f} GiB, {per_step:,.0f} bytes "
                 f"per step, and {where} has {free / 2**30:.1f} GiB left; {advice}."

@@ -115,11 +115,10 @@ class Segments:
 
     def _new_path(self, begin: int, end: int) -> Path:
         """Of a file that there is not yet: what an earlier checkpoint lists stays as it is."""
-        for number in itertools.count():
-            again = f"-{number}" if number else ""
-            if not (path := self._folder / f"{begin:010d}-{end:010d}{again}.pt").exists():
-                return path
-        raise AssertionError
+        path, again = self._folder / f"{begin:010d}-{end:010d}.pt", itertools.count(1)
+        while path.exists():
+            path = path.with_name(f"{begin:010d}-{end:010d}-{next(again)}.pt")
+        return path
 
     def _slice(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         flat = {pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(self._buffer.storage)[0]}
