@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torchrl.objectives
 import yaml
 
 from tests.marks import with_slow
@@ -67,9 +68,22 @@ def test_every_config_trains_one_iteration(override: str, tmp_path: Path):
     if "r2d2" in override:  # the first sequence is whole after two unrolls
         iterations = 3
         host += ["algo.unroll_length=16", "algo.agent.length=16", f"total_env_steps={256 * (iterations - 1) + 1}"]
-    run = execute(load([override, *TINY, *host, f"run_dir={tmp_path / 'run'}"]))
+    config = load([override, *TINY, *host, f"run_dir={tmp_path / 'run'}"])
+    if override == "loss=TQCLoss" and not hasattr(torchrl.objectives, "TQCLoss"):
+        with pytest.raises(ValueError, match=r"torchrl .* has no TQCLoss; install a newer one"):
+            execute(config)
+        return
+    run = execute(config)
     assert 0 < run.summary["env_steps"] <= 256 * iterations
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_priorities_that_are_squares_have_half_of_the_usual_exponent():
+    """Those of TorchRL losses that write squared errors; the others write sizes, or their loss."""
+    replayed = {name: load([f"loss={name}"]).algo.replay for name in choices("loss")}
+    alphas = {name: replay.alpha for name, replay in replayed.items() if replay is not None}
+    sizes = ("CrossQLoss", "DiscreteSACLoss", "DistributionalDQNLoss", "SACLoss", "TQCLoss")
+    assert len(alphas) == 12 and alphas == {name: 0.6 if name in sizes else 0.3 for name in alphas}
 
 
 @pytest.mark.parametrize("name", choices("env"))
