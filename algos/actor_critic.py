@@ -17,7 +17,7 @@ from torchpod.agent import Agent
 from torchpod.nets import CELLS, Encoder, ObservationNormalizer, RunningMoments, choose_torso, make_head, orthogonal
 from torchpod.nets.nets import STATE
 from torchpod.specs import EnvSpec
-from torchpod.types import FIRST, ActorOutput, Batch, TimeStep, Trajectory, Tree
+from torchpod.types import FIRST, LAST, ActorOutput, Batch, TimeStep, Trajectory, Tree
 
 _SAID = {"action_log_prob": "`dist.log_prob(action)`", "state_value": "what the critic says of the observation"}
 """What `act` puts into its extras for `prepare`."""
@@ -136,8 +136,9 @@ class ActorCritic(Agent):
         if self.normalizer is not None:
             observation = pytree.tree_map(lambda x: x[:-1], trajectory.timestep.observation)
             seen |= {f"normalizer.{name}": x for name, x in self.normalizer.seen(observation).items()}
-        if self.return_moments is not None:
-            seen["return_moments"] = trajectory.output.extras["discounted_return"]
+        if self.return_moments is not None:  # one of every transition: with its reward, and of resets none
+            t, before = trajectory.timestep, trajectory.output.extras["discounted_return"]
+            seen["return_moments"] = before * self.discount + t.reward[1:], (t.step_type[:-1] != LAST).float()
         return seen
 
     def _said(self, name: str, trajectory: Trajectory) -> Tensor:

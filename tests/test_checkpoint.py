@@ -119,6 +119,7 @@ def test_policies_also_lie_in_files_of_their_own(tmp_path: Path):
     for file in (files["a"], files["b"], copy):
         found = checkpoint.load_policy(file)
         assert found.keys() == own.keys() and all(bits(x) == bits(own[name]) for name, x in found.items())
+        assert checkpoint.layers_of(Path(file)) == {}  # nothing was told of them
     assert checkpoint.load_weights(folder).keys() == params.keys() | others.keys()
     assert checkpoint.policies_of(save(tmp_path, 2)) == {}
     files["b"].write_bytes(files["a"].read_bytes()[:-1])

@@ -203,6 +203,11 @@ def test_every_member_of_a_population_begins_with_it(first: Path, tmp_path: Path
         ),
         ("{run}", ("algo.agent.normalize_observation=false",), "float64 [21] there and missing here; give it the same"),
         ("{run}", ("algo.agent.normalize_reward=true",), "is missing there and float64 [] here; give it the same"),
+        (
+            "{run}",
+            ("algo.agent.activation=relu",),
+            "encoder.net.1 is Tanh there and ReLU here; give it the same networks, algo.agent.activation among",
+        ),
         ("{file}", (), "{file} is no policy of a checkpoint ("),
         ("3", (), "policies.runner.from=3 must name a run folder, e.g. {{from: runs/first}}."),
     ],

@@ -1,9 +1,11 @@
 """Runs that are killed, stopped, broken, resumed and handed on."""
 
 import csv
+import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -307,6 +309,21 @@ class TestNanGuard:
         assert reward[8].isnan().all() and reward.isnan().sum() == 8
         assert checkpoint.latest(folder).name == f"{7:010d}"
         assert not any(x.isnan().any() for x in checkpoint.load_weights(checkpoint.latest(folder)).values())
+
+    def test_a_full_disk_does_not_hide_what_was_wrong(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        def write(path: Path, tensors: dict[str, torch.Tensor]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(checkpoint, "write_tensors", write)
+        overrides = [f"env={ENV_FILE}:MyEnv", "+env.limit=150", "+env.fault=bad_reward", "+env.at=120"]
+        with pytest.raises(NonFiniteErrorInRun) as error:
+            execute(load([*SMALL, *overrides, f"run_dir={tmp_path / 'a'}"]))
+        assert re.fullmatch(
+            "a gradient of iteration 8 is not finite; the trajectory it came from is in no file. The environment gave "
+            r"numbers that are not finite: reward.*\. .*/checkpoints/0000000007 cannot be written \(No space left on "
+            r"device\); free some space, or choose another folder with run_dir=DIR\.",
+            str(error.value),
+        ), str(error.value)
 
     @pytest.mark.parametrize(
         "algo",

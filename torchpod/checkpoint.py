@@ -43,6 +43,7 @@ def save(
     ranks: Ranks,
     keep: int,
     manifest: bytes | None = None,
+    layers: dict[str, dict[str, str]] | None = None,
 ) -> Path:
     """Writes a checkpoint and removes old ones.
 
@@ -55,6 +56,7 @@ def save(
       ranks: all of them must call this together.
       keep: how many of the newest checkpoints stay.
       manifest: of what every rank keeps elsewhere (replay/segments.py).
+      layers: of each policy, the kinds of its layers by name, which stay with it.
 
     Returns:
       The folder.
@@ -79,7 +81,8 @@ def save(
                 names.append("weights.safetensors")
                 for name, policy in _by_policy(weights).items():
                     names.append(f"policy-{name}.safetensors")
-                    _write_bytes(partial / names[-1], safetensors.torch.save(_portable(policy)))
+                    own = (layers or {}).get(name)
+                    _write_bytes(partial / names[-1], safetensors.torch.save(_portable(policy), metadata=own))
                 files = {name: _digest((partial / name).read_bytes()) for name in names}
                 meta = {
                     "format": FORMAT,
@@ -201,6 +204,12 @@ def load_policy(file: Path) -> dict[str, Tensor]:
         return safetensors.torch.load(file.read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{file} is no policy of a checkpoint ({str(error).splitlines()[0]}).") from error
+
+
+def layers_of(file: Path) -> dict[str, str]:
+    """The kinds of the layers of a policy that `load_policy` has read, by name; none of an older version's."""
+    with safetensors.safe_open(file, framework="pt") as opened:
+        return opened.metadata() or {}
 
 
 @contextlib.contextmanager

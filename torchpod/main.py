@@ -20,7 +20,7 @@ from torchpod.compile import CompileError, RecompilationError
 from torchpod.config import GROUPS, ConfigError, choices, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
-from torchpod.run import NonFiniteErrorInRun, Run, execute
+from torchpod.run import LearnerError, NonFiniteErrorInRun, Run, execute
 from torchpod.sebulba import ActorError
 from torchpod.stop import Interrupted
 from torchpod.watched import HostError
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _report(error)
         return 1
-    except (ActorError, HostError) as error:
+    except (ActorError, HostError, LearnerError) as error:
         if error.__cause__ is not None:  # of an environment or an agent, so that its author sees where
             traceback.print_exception(error.__cause__)
         _report(error)

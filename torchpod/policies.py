@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchpod import checkpoint
 from torchpod.agent import Agent
@@ -70,6 +70,15 @@ def find(source: str, name: str) -> Path:
     return known[policy]
 
 
+def layers_of(agent: Agent) -> dict[str, dict[str, str]]:
+    """Of each policy of an agent, the kinds of its layers by name: what shapes of parameters do not say."""
+    return {name: _layers(part) for name, part in getattr(agent, "policies", nn.ModuleDict()).items()}
+
+
+def _layers(part: nn.Module) -> dict[str, str]:
+    return {name: type(layer).__name__ for name, layer in part.named_modules() if name}
+
+
 def _put(agent: Agent, name: str, policy: dict[str, Tensor], file: Path) -> None:
     part = agent.get_submodule(name)
     settings = part.hyperparameters if isinstance(part, Agent) else ()
@@ -87,3 +96,10 @@ def _put(agent: Agent, name: str, policy: dict[str, Tensor], file: Path) -> None
             )
         with torch.no_grad():
             here.copy_(there)
+    known = checkpoint.layers_of(file)
+    for key, kind in _layers(part).items():
+        if known and known.get(key) != kind:
+            raise CheckpointError(
+                f"{name} cannot begin as {file}: {key} is {known.get(key, 'missing')} there and {kind} here; give it "
+                "the same networks, algo.agent.activation among their settings."
+            )

@@ -93,6 +93,7 @@ def execute(
       OSError: if the run folder cannot be written.
       NonFiniteErrorInRun: if a gradient was not finite; the trajectory is then in RUN/nan/.
       ActorError, HostError: if an environment on the host failed or does not come back.
+      LearnerError: if the agent raised a `ValueError` or an `ImportError` after the first iteration.
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     if env is not None:
@@ -107,7 +108,8 @@ def execute(
     source = resume_source(config)
     if source is not None:
         config = resumed_config(config, source)
-    ranks, device = init(_split(config)[1])
+    # Behind the watchdogs, so that it is they who say which rank waits for what.
+    ranks, device = init(_split(config)[1], timeout_s=max(300.0, config.loop.timeout_s + 60.0))
     # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or 1)
@@ -168,7 +170,8 @@ def _execute(
     run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
     with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
         try:
-            keeper = _Keeper(config, run_dir, ranks, _segments(loop, run_dir, source, resumed_at), resumed_at or None)
+            segments = _segments(loop, run_dir, source, resumed_at)
+            keeper = _Keeper(config, run_dir, loop.agent, ranks, segments, resumed_at or None)
             return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
         finally:
             close_all([env])
@@ -256,7 +259,7 @@ def _go_on(
         summary = summarise(config, evaluation, state, timing, device, ranks)
         write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
         if config.population > 1:
-            write_members(run_dir, config, state, summary, timing)
+            write_members(run_dir, config, loop.agent, state, summary, timing)
     else:
         summary = {}
     return Run(run_dir, summary, loop.agent, variables)
@@ -335,12 +338,15 @@ def _train(
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
         except OverdueError:
-            if ranks.world_size == 1 and keeper.saved_at != int(state.iteration.flatten()[0]):
-                keeper.save(state, timing)
-            raise Interrupted(given_up()) from None
+            lost = keeper.rescue(state, timing)
+            raise Interrupted(given_up() + (lost and f";{lost}")) from None
         except NonFiniteError as error:
-            path, wrong = keeper.dump(error), _not_finite(error.trajectory.timestep)
+            lost, wrong = keeper.rescue(state, timing), _not_finite(error.trajectory.timestep)
             what = f"a gradient of iteration {error.iteration} is not finite"
+            try:
+                path = keeper.dump(error)
+            except OSError as full:
+                path, lost = "no file", lost or f" {full}"
             came_from = f"the trajectory it came from is in {path}."
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
             env = loop.envs[0] if isinstance(loop, Sebulba) else loop.env
@@ -352,19 +358,22 @@ def _train(
                 wrong = wrong or _not_finite(loop.replay.buffer.storage)
             if wrong:
                 advice = f"The environment gave numbers that are not finite: {', '.join(wrong)}."
-            if timing.steps and ranks.world_size == 1 and keeper.saved_at != int(state.iteration.flatten()[0]):
-                keeper.save(state, timing)
             if keeper.saved_at is not None:
                 advice += f" Iteration {keeper.saved_at}, before it, is saved in {keeper.run_dir}."
-            raise NonFiniteErrorInRun(f"{what}; {came_from} {advice}") from error
+            raise NonFiniteErrorInRun(f"{what}; {came_from} {advice}{lost}") from error
         except Exception as error:
-            # Not with ranks: saving would wait for the others, which wait for this one.
-            savable = isinstance(loop, Sebulba) and ranks.world_size == 1 and not isinstance(error, OSError)
-            if savable and timing.steps and keeper.saved_at != int(state.iteration):
-                keeper.save(state, timing)
+            failure = error
+            if timing.steps and isinstance(error, ValueError | ImportError):  # the agent's, not that of a setting
+                failure = LearnerError(f"iteration {int(state.iteration.flatten()[0]) + 1} failed: {sentence(error)}")
+            if isinstance(loop, Sebulba) and ranks.world_size == 1 and not isinstance(error, OSError):
+                stop.pause()
+                if lost := keeper.rescue(state, timing):
+                    failure.add_note(lost.strip())
             if keeper.saved_at is not None:
-                error.add_note(f"Iteration {keeper.saved_at} is saved; go on with resume={keeper.run_dir}")
-            raise
+                failure.add_note(f"Iteration {keeper.saved_at} is saved; go on with resume={keeper.run_dir}")
+            if failure is error:
+                raise
+            raise failure from error
     return pytree.tree_map(torch.clone, state), timing
 
 
@@ -372,6 +381,10 @@ def _not_finite(tree: Tree) -> list[str]:
     """Names of the leaves that hold NaN or infinity."""
     leaves = pytree.tree_flatten_with_path(tree)[0]
     return [pytree.keystr(path).lstrip(".") for path, x in leaves if x.is_floating_point() and not x.isfinite().all()]
+
+
+class LearnerError(RuntimeError):
+    """Learning failed in the middle of a run; the cause is the exception."""
 
 
 class NonFiniteErrorInRun(FloatingPointError):
@@ -382,10 +395,16 @@ class _Keeper:
     """Writes checkpoints and crash dumps of one run."""
 
     def __init__(
-        self, config: TrainConfig, run_dir: Path, ranks: Ranks, segments: Segments | None, saved_at: int | None
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        agent: Agent,
+        ranks: Ranks,
+        segments: Segments | None,
+        saved_at: int | None,
     ) -> None:
         self._config, self.run_dir, self._ranks, self._segments = config.checkpoint, run_dir, ranks, segments
-        self.saved_at = saved_at
+        self._agent, self.saved_at = agent, saved_at
         self._last_saved = time.perf_counter()
 
     def due(self) -> bool:
@@ -396,16 +415,27 @@ class _Keeper:
 
     def save(self, state: RunState, timing: Timing) -> None:
         meta, keep = {"wall_s": timing.wall_s}, self._config.keep
-        folder = save_state(self.run_dir, state, meta, self._ranks, keep, self._segments)
+        folder = save_state(self.run_dir, self._agent, state, meta, self._ranks, keep, self._segments)
         self.saved_at = int(folder.name)
         self._last_saved = time.perf_counter()
+
+    def rescue(self, state: RunState, timing: Timing) -> str:
+        """Saves what is not saved after a failure; why it could not be, in words to add to those of the failure."""
+        # Not with ranks: saving would wait for the others, which wait for this one.
+        if not timing.steps or self._ranks.world_size > 1 or self.saved_at == int(state.iteration.flatten()[0]):
+            return ""
+        try:
+            self.save(state, timing)
+        except OSError as error:
+            return f" {error}"
+        return ""
 
     def dump(self, error: NonFiniteError) -> Path:
         path = self.run_dir / "nan" / f"iteration-{error.iteration}-rank-{self._ranks.rank}.pt"
         flat = {pytree.keystr(k): v.cpu() for k, v in pytree.tree_flatten_with_path(error.trajectory)[0]}
         with checkpoint.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(flat, path)
+            checkpoint.write_tensors(path, flat)
         return path
 
 

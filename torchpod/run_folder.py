@@ -20,11 +20,13 @@ import torch
 import yaml
 
 from torchpod import checkpoint
+from torchpod.agent import Agent
 from torchpod.anakin import RunState
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import ConfigError, TrainConfig, from_dict
 from torchpod.distributed import RankError, Ranks
 from torchpod.metrics import METRICS_FILE
+from torchpod.policies import layers_of
 from torchpod.replay.segments import Segments
 
 JOB = "TORCHELASTIC_RUN_ID"
@@ -197,14 +199,22 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def save_state(
-    run_dir: Path, state: RunState, meta: dict[str, Any], ranks: Ranks, keep: int, segments: Segments | None = None
+    run_dir: Path,
+    agent: Agent,
+    state: RunState,
+    meta: dict[str, Any],
+    ranks: Ranks,
+    keep: int,
+    segments: Segments | None = None,
 ) -> Path:
     """Writes a checkpoint of a whole run, with what its replay buffer holds."""
     weights = state.learner.params | state.learner.buffers
     iteration = int(state.iteration.flatten()[0])
     meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
-    manifest = None if segments is None else segments.save(iteration)
-    folder = checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest)
+    manifest, layers = None if segments is None else segments.save(iteration), layers_of(agent)
+    folder = checkpoint.save(
+        run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest, layers=layers
+    )
     if segments is not None:
         segments.clean()
     return folder

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import checkpoint, stats
+from torchpod.agent import Agent
 from torchpod.anakin import RunState
 from torchpod.config import TrainConfig
 from torchpod.distributed import Ranks
@@ -100,7 +101,9 @@ def unfinished(evaluation: Evaluation) -> dict[str, int]:
     return {"unfinished_episodes": int((~evaluation.finished).sum()), "unfinished_steps": int(steps.max())}
 
 
-def write_members(run_dir: Path, config: TrainConfig, state: RunState, summary: dict, timing: Timing) -> None:
+def write_members(
+    run_dir: Path, config: TrainConfig, agent: Agent, state: RunState, summary: dict, timing: Timing
+) -> None:
     """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
     rows = read_metrics(run_dir)
     for p in range(config.population):
@@ -118,7 +121,7 @@ def write_members(run_dir: Path, config: TrainConfig, state: RunState, summary: 
             resume=None,
         )
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
-        save_state(folder, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
+        save_state(folder, agent, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
         own["healthy"] = bool(state.learner.healthy[p])

@@ -16,7 +16,7 @@ from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.env import TensorEnv
-from torchpod.envs import TagGridWorld
+from torchpod.envs import TagContinuous, TagGridWorld
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.makers import make_agent, make_env
@@ -281,15 +281,28 @@ def test_running_statistics_are_of_who_is_in_the_game(seed):
         seen, place = rows.timestep.observation, "observation"
         if isinstance(seen, dict):
             seen, place = seen["x"], "x"
-        expected = {
-            f"normalizer.moments.{place}": seen[:-1][alive],
-            "return_moments": rows.output.extras["discounted_return"][alive],
-        }
+        learned_from = alive & (rows.timestep.step_type[:-1] != LAST)
+        later = rows.output.extras["discounted_return"] * 0.99 + rows.timestep.reward[1:]
+        expected = {f"normalizer.moments.{place}": seen[:-1][alive], "return_moments": later[learned_from]}
         for module, x in expected.items():
             found = [state.buffers[f"policies.{name}.{module}.{k}"] for k in ("total", "mean", "variance")]
             x = x.double()
-            for a, b in zip(found, (alive.sum().double(), x.mean(0), x.var(0, correction=0)), strict=True):
+            for a, b in zip(found, (torch.tensor(len(x)).double(), x.mean(0), x.var(0, correction=0)), strict=True):
                 torch.testing.assert_close(a, b)
+
+
+def test_what_an_agent_gets_as_it_leaves_counts_among_the_returns(seed):
+    """Of runners it is all there is: with other rewards 0, they would be divided by next to nothing."""
+    env = TagContinuous(
+        num_taggers=3, num_runners=4, num_other_agents_observed=2, tagging_distance=0.3, grid_length=5.0
+    )
+    agent = make(IPPO, seed, spec=env.spec, normalize_reward=True)
+    trajectory = rollout(agent, seed, env)
+    tags = (trajectory.timestep.reward["runner"][1:] == -10.0).sum()
+    assert tags > 0
+    state, _ = learned(agent, trajectory, seed)
+    total, mean = (state.buffers[f"policies.runner.return_moments.{k}"] for k in ("total", "mean"))
+    torch.testing.assert_close(mean * total, -10.0 * tags.double())
 
 
 def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):

@@ -11,9 +11,11 @@ from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import evaluate
 from torchpod.learner import Learner, LearnerConfig
+from torchpod.nets import RunningMoments
+from torchpod.ops.moments import merge, sums_about
 from torchpod.random import key
 from torchpod.testing import check_agent
-from torchpod.types import FIRST
+from torchpod.types import FIRST, LAST
 
 BOTH = {"normalize_observation": True, "normalize_reward": True}
 
@@ -41,14 +43,23 @@ def test_the_statistics_are_those_of_everything_that_was_seen(seed):
         observations.append(timestep.observation[:-1].double().numpy())
         for t in range(16):
             total = np.where(timestep.step_type[t] == FIRST, 0.0, 0.99 * total) + timestep.reward[t].double().numpy()
-            returns.append(total)
+            real = (timestep.step_type[t] != LAST).numpy()
+            returns += (0.99 * total + timestep.reward[t + 1].double().numpy())[real].tolist()
         buffers = state.learner.buffers
         seen = np.concatenate(observations).reshape(-1, 4)
-        assert buffers["return_moments.total"] == len(seen)
+        assert buffers["return_moments.total"] == len(returns) < len(seen)
         np.testing.assert_allclose(buffers["normalizer.moments.observation.mean"], seen.mean(0), rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(buffers["normalizer.moments.observation.variance"], seen.var(0), rtol=1e-9)
         np.testing.assert_allclose(buffers["return_moments.variance"], np.var(returns), rtol=1e-5)
     assert np.max(returns) > 10  # whole episodes were added up, over several unrolls
+
+
+def test_what_never_changed_is_not_enlarged():
+    """A reward that comes for the first time in the second iteration, when all so far were 0."""
+    moments = RunningMoments((2,))
+    seen = torch.tensor([[0.0, 1.0], [0.0, 5.0]])
+    moments.load_state_dict(merge(moments.moments, sums_about(moments.mean, seen))._asdict())
+    torch.testing.assert_close(moments.std, torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.parametrize("recurrent", [pytest.param(0, marks=pytest.mark.slow), 6])

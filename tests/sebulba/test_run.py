@@ -167,7 +167,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 class Forgetful(PPO):
     """Cannot learn any more after 120 minibatches."""
 
-    count = 0
+    count, error = 0, ArithmeticError
 
     def __init__(self, spec, config: PPOConfig):
         super().__init__(spec, config)
@@ -176,8 +176,14 @@ class Forgetful(PPO):
         Forgetful.count += 1
         if Forgetful.count > 120:
             Path("fault").touch()
-            raise ArithmeticError("what was it about?")
+            raise self.error("what was it about?")
         return super().loss(batch, keys, target)
+
+
+class Mistaken(Forgetful):
+    """With an error that says at the start of a run what setting is wrong."""
+
+    error = ValueError
 '''
 
 
@@ -279,8 +285,13 @@ def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
             "Traceback.*agent.py.*ArithmeticError: what was it about.\n",
             "{saved}",
         ),
+        (
+            "env=corridor.py:Corridor algo=agent.py:Mistaken",
+            "Traceback.*agent.py.*ValueError: what was it about.\n",
+            "torchpod: error: iteration .* failed: ValueError: what was it about. {saved}",
+        ),
     ],
-    ids=["raises", "shape", "hangs", "nan", "learner"],
+    ids=["raises", "shape", "hangs", "nan", "learner", "learner's value"],
 )
 def test_a_fault_ends_the_process_soon_with_its_traceback_and_a_checkpoint(zygote, folder, settings, trace, last):
     small = [x for x in SMALL if "hidden" not in x]
@@ -296,6 +307,17 @@ def test_a_fault_ends_the_process_soon_with_its_traceback_and_a_checkpoint(zygot
     assert dumped == ([f"iteration-{name + 1}-rank-0.pt"] if "nan" in settings else [])
     assert main(["train", "resume=run", f"total_env_steps={(name + 1) * STEPS}"]) == 0
     assert int(checkpoint.latest(Path("run")).name) == name + 1
+
+
+def test_a_full_disk_does_not_hide_what_failed(monkeypatch):
+    def save(*_):
+        raise OSError("run/checkpoints/0000000009 cannot be written (No space left on device).")
+
+    monkeypatch.setattr("torchpod.run.save_state", save)
+    small = [x for x in SMALL if "hidden" not in x]
+    with pytest.raises(ArithmeticError, match="what was it about") as error:
+        main(["train", *small, "env=corridor.py:Corridor", "algo=agent.py:Forgetful", "run_dir=run"])
+    assert error.value.__notes__ == ["run/checkpoints/0000000009 cannot be written (No space left on device)."]
 
 
 @pytest.mark.parametrize(

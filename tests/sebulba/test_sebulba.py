@@ -343,3 +343,6 @@ def test_an_agent_without_a_correction_takes_no_lag():
     for compiler, message in ((Compiler(False), "A2C .* use loop.lag=0"), (Compiler(False, 2), "population=2")):
         with pytest.raises(ValueError, match=message):
             Sebulba(lambda: A2C(env.spec), CartPole, compiler=compiler, **settings)
+    later = {"config": SebulbaConfig(lag=0, updates_per_batch=2), "compiler": Compiler(False)}
+    with pytest.raises(ValueError, match="A2C .* updates have newer ones; use loop.updates_per_batch=1"):
+        Sebulba(lambda: A2C(env.spec), CartPole, **later, **settings)

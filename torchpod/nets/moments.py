@@ -27,8 +27,9 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation `[*shape]` float32, never 0."""
-        return (self.moments.variance + 1e-8).sqrt().float()
+        """Standard deviation `[*shape]` float32, never 0; 1 of what has not changed yet, whose scale is not known."""
+        variance = self.moments.variance
+        return torch.where(variance > 1e-12, variance + 1e-8, 1.0).sqrt().float()
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., *shape]` to mean 0 and variance 1, clipped to [-10, 10]."""

@@ -140,6 +140,12 @@ class Sebulba:
                 f"{type(self.agent).__name__} learns from the parameters that act, or at most {most} update(s) older "
                 f"ones, and cannot correct for loop.lag={config.lag}; use loop.lag={most}."
             )
+        if most == 0 and config.updates_per_batch > 1:
+            raise ValueError(
+                f"{type(self.agent).__name__} learns from the parameters that act, and all but the first of "
+                f"loop.updates_per_batch={config.updates_per_batch} updates have newer ones; use "
+                "loop.updates_per_batch=1."
+            )
         self.num_envs, self.unroll_length, self.num_iterations = num_envs, unroll_length, num_iterations
         self.config, self.ranks = config, ranks
         if {d.type for d in devices} != {self.device.type}:
