@@ -115,6 +115,12 @@ class Policies(Agent):
         self.policies = nn.ModuleDict()
         for name, own in given.items():
             settings = common | {k: v for k, v in own.items() if k not in OWN}
+            for unknown in settings.keys() & {"learning_rate", "max_grad_norm"}:
+                every = ", ".join(f"{other}: ..." for other in self._trained)
+                raise ValueError(
+                    f"policies.{name}.{unknown} is the learner's; write algo.learner.{unknown}={{{every}}}, with a "
+                    "number for every policy that is trained."
+                )
             for unknown in settings.keys() - {f.name for f in dataclasses.fields(config_class)}:
                 raise ValueError(
                     f"policies.{name}.{unknown} is no setting; known: {', '.join(sorted([*OWN, *common]))}."

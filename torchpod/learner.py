@@ -45,8 +45,8 @@ class LearnerConfig:
     """`{entropy_coefficient: [[0, 0.5], [5e7, 0.05]]}`: a hyperparameter of the agent, `learning_rate` or
     `learning_rate.GROUP` by points (environment steps, value): straight lines between them, constant before and after.
     Steps count as those of total_env_steps do. It takes the place of the setting, and of its annealing."""
-    max_grad_norm: float = 0.5
-    """Global-norm clip, per optimizer group."""
+    max_grad_norm: float | dict[str, float] = 0.5
+    """Global-norm clip of each optimizer group; or one per optimizer group."""
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-5
@@ -76,6 +76,8 @@ class LearnerState(NamedTuple):
 
 _BUFFER, _SHARE = "buffer/", "buffer share/"
 """Among the metrics, before the names of buffers: their values, and how much the rows count that these come from."""
+_PLAYED = "played/"
+"""Likewise, before the names of policies: 1, or 0 if a minibatch has nobody who follows it."""
 
 SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
 """(state, chunks of a minibatch, keys) -> gradients of all parameters and metrics, one flat vector; names of the
@@ -109,6 +111,7 @@ class Learner:
         self.iterations_before = 0  # that only fill replay
         self._schedules = config.schedules or {}
         self.groups = Groups(agent)
+        self._max_grad_norm = self._by_group("max_grad_norm", config.max_grad_norm)
         self._annealed = tuple(dict.fromkeys((*config.anneal, *agent.annealed)))
         compiler = compiler or Compiler(enabled=False)
         self.dealer = Dealer(agent, config.num_minibatches, config.chunk_rows, compiler=compiler, ranks=ranks)
@@ -127,15 +130,20 @@ class Learner:
         self._metric_names: tuple[str, ...] = ()
         self._told: tuple[str, ...] = ()
 
+    def _by_group(self, setting: str, value: float | dict[str, float]) -> dict[str, float]:
+        """A setting of the learner, of each optimizer group."""
+        groups = self.groups.names
+        numbers = value if isinstance(value, dict) else dict.fromkeys(groups, value)
+        if set(numbers) != set(groups):
+            raise ValueError(
+                f"{setting} has entries {sorted(numbers)}, the agent has optimizer groups {sorted(groups)}."
+            )
+        return numbers
+
     def init(self, params: Variables, buffers: Variables) -> LearnerState:
         """The state before the first update, of one member."""
         device, groups = next(iter(params.values())).device, self.groups.names
-        rates = self.config.learning_rate
-        rates = rates if isinstance(rates, dict) else dict.fromkeys(groups, rates)
-        if set(rates) != set(groups):
-            raise ValueError(
-                f"learning_rate has entries {sorted(rates)}, the agent has optimizer groups {sorted(groups)}."
-            )
+        rates = self._by_group("learning_rate", self.config.learning_rate)
         for name in self._annealed:
             if name not in buffers:
                 raise ValueError(f"anneal={list(self.config.anneal)}: {name} is none of {sorted(buffers)}.")
@@ -191,7 +199,7 @@ class Learner:
         else:
             stepped, totals = self._epochs_of(learning, batch, keys, deals, loss_keys, sum_gradient=sum_gradient)
         state = self.observe(stepped._replace(buffers=state.buffers | stepped.buffers), trajectory)
-        return state, self._named(torch.stack(totals, -1).mean(-1)) | told
+        return state, self._means(totals) | told
 
     def learn(
         self, state: LearnerState, minibatches: Batch, moments: Tensor, keys: Tensor
@@ -215,7 +223,7 @@ class Learner:
         chunks = self.dealer.cut(minibatches, num_chunks)
         stepped, metrics, priorities = self._steps(learning, chunks, keys_of_steps, *begin)
         new = stepped._replace(buffers=state.buffers | stepped.buffers)
-        return new, self._named(torch.stack(metrics, -1).mean(-1)), priorities
+        return new, self._means(metrics), priorities
 
     def observe(self, state: LearnerState, trajectory: Trajectory) -> LearnerState:
         """Adds a new trajectory to the agent's running statistics, over all ranks."""
@@ -332,11 +340,17 @@ class Learner:
                 found[name] = torch.where(is_new, columns[_BUFFER + name] / share, buffers[name])
         return found
 
+    def _means(self, metrics: list[Tensor]) -> dict[str, Tensor]:
+        """Over minibatches, by name; of a policy over those in which somebody follows it."""
+        of_all = torch.stack(metrics, -1)
+        is_whole = not any(name.startswith(_PLAYED) for name in self._metric_names)
+        return self._named(of_all.mean(-1) if is_whole else of_all.nanmean(-1))
+
     def _named(self, metrics: Tensor) -> dict[str, Tensor]:
         """The metrics of `_apply_one` by name."""
-        norms = ["grad_norm"] if len(self.groups.names) == 1 else [f"grad_norm/{group}" for group in self.groups.names]
+        norms = ["grad_norm" if group == "loss" else f"grad_norm/{group}" for group in self.groups.names]
         named = dict(zip((*self._metric_names, "healthy", *norms), metrics.unbind(-1), strict=True))
-        return {name: x for name, x in named.items() if not name.startswith(_SHARE)}
+        return {name: x for name, x in named.items() if not name.startswith((_SHARE, _PLAYED))}
 
     def apply_sum(
         self, state: LearnerState, total: Tensor, metric_names: tuple[str, ...]
@@ -372,7 +386,9 @@ class Learner:
             share = batch.steps[weight_of_buffer(name, batch.steps)].sum()  # of this chunk
             changed |= {_SHARE + name: share, _BUFFER + name: torch.where(share > 0, x * share, 0.0)}
         priorities = () if out.priority is None else (out.priority.detach(),)
-        told = {"loss" if len(losses) == 1 else f"loss/{name}": x for name, x in losses.items()}
+        told = {"loss" if name == "loss" else f"loss/{name}": x for name, x in losses.items()}
+        policies = [name for name in losses if f"{name}/weight" in batch.steps]
+        changed |= {_PLAYED + name: batch.steps[f"{name}/weight"].sum() for name in policies}
         return losses, {name: x.detach() for name, x in {**out.metrics, **told, **changed}.items()}, priorities
 
     def remaining(self, num_steps: Tensor) -> Tensor:
@@ -457,7 +473,8 @@ class Learner:
         healthy = state.healthy & flat.isfinite().all()
         step = state.num_steps + 1
         remaining = self.remaining(state.num_steps) if c.anneal_learning_rate else 1.0
-        mu, nu, steps, norms = {}, {}, {}, []
+        columns = dict(zip(self._metric_names, of_loss[: len(self._metric_names)].unbind(), strict=True))
+        mu, nu, steps, norms = {}, {}, {}, {}
         for group, gradient in zip(self.groups.names, gradients, strict=True):
             interval = self.agent.optimizer_intervals.get(group, 1)
             taken = step if interval == 1 else torch.div(step, interval, rounding_mode="floor").clamp(min=1)
@@ -465,11 +482,11 @@ class Learner:
             correct1, correct2 = (-torch.expm1(taken * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
             # 1e-30 keeps square roots differentiable at 0, for gradients through updates
             norm = (gradient.square().sum() + 1e-30).sqrt()
-            scale = (c.max_grad_norm / norm).clamp(max=1.0)
+            scale = (self._max_grad_norm[group] / norm).clamp(max=1.0)
             rate = state.learning_rate[group] * remaining
             if points := self._schedules.get(f"learning_rate.{group}", self._schedules.get("learning_rate")):
                 rate = piecewise_linear(points, self.env_steps(state.num_steps))
-            norms.append(norm)
+            norms[group] = norm
             # As one tensor, so that they are computed before the loops below and not in each round of these.
             scale, per_mu, per_nu = torch.stack([scale, rate / correct1, 1.0 / correct2]).unbind()
             gradient = gradient * scale
@@ -477,8 +494,13 @@ class Learner:
             mu[group] = torch.where(healthy, torch.lerp(gradient, state.mu[group], c.beta1), state.mu[group])
             nu[group] = torch.where(healthy, torch.lerp(gradient * gradient, state.nu[group], c.beta2), state.nu[group])
             steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
-            if interval > 1:
-                due = step % interval == 0
+            due = step % interval == 0 if interval > 1 else None
+            if _PLAYED + group in columns:
+                due = columns[_PLAYED + group] > 0
+                norms[group] = torch.where(due, norm, torch.nan)
+                own = [x for x in columns if x.startswith(f"{group}/") or x == f"loss/{group}"]
+                columns |= {x: torch.where(due, columns[x], torch.nan) for x in own}
+            if due is not None:
                 mu[group] = torch.where(due, mu[group], state.mu[group])
                 nu[group] = torch.where(due, nu[group], state.nu[group])
                 steps[group] = torch.where(due, steps[group], 0.0)
@@ -492,7 +514,7 @@ class Learner:
             name: pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, getattr(state, name))
             for name, new in changed.items()
         }
-        metrics = [*of_loss[: len(self._metric_names)].unbind(), healthy, *norms]
+        metrics = [*columns.values(), healthy, *norms.values()]
         return state._replace(mu=mu, nu=nu, healthy=healthy, **kept), torch.stack([x.to(flat.dtype) for x in metrics])
 
     def _observe_one(self, params: Variables, buffers: Variables, trajectory: Trajectory) -> dict[str, Tensor]:

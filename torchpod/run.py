@@ -27,7 +27,7 @@ from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunStat
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig, nearest
-from torchpod.distributed import Ranks, init, shutdown
+from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env, close_all
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
@@ -244,15 +244,19 @@ def _go_on(
     if ranks.rank == 0:
         where = device if env.traits.pure else torch.device("cpu")
         try:
-            evaluation = evaluate(
-                loop.agent,
-                watched(env, "the final evaluation", config.loop.timeout_s),
-                {name: x.to(where) for name, x in variables.items()},
-                random.fold_in(random.key(config.seed, where), EVAL_STREAM),
-                num_episodes=config.evaluation.episodes,
-                compiler=_compiler(config),
-                num_envs=ranks.share(config.num_envs, "num_envs"),
-            )
+            with StopFlag(ALONE, device, str):  # a signal stops it at once, as before a first report
+                evaluation = evaluate(
+                    loop.agent,
+                    watched(env, "the final evaluation", config.loop.timeout_s),
+                    {name: x.to(where) for name, x in variables.items()},
+                    random.fold_in(random.key(config.seed, where), EVAL_STREAM),
+                    num_episodes=config.evaluation.episodes,
+                    compiler=_compiler(config),
+                    num_envs=ranks.share(config.num_envs, "num_envs"),
+                )
+        except Interrupted:
+            told = f"stopped in the final evaluation; what was trained is saved: torchpod eval {run_dir}"
+            raise Interrupted(told) from None
         except HostError as error:
             error.add_note(f"What was trained is saved; evaluate it with torchpod eval {run_dir}")
             raise

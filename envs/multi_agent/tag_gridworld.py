@@ -16,6 +16,8 @@ from torchpod.specs import Box, Discrete, EnvSpec
 from torchpod.types import Tree
 
 STARTS = ("center", "scattered", "uniform")
+_LONGEST = 2**15 - 1
+"""Of the sides: squares of distances are int32."""
 
 
 class TagGridWorldState(NamedTuple):
@@ -69,6 +71,8 @@ class TagGridWorld(TensorEnv):
     ) -> None:
         at_least(1, num_taggers=num_taggers, max_episode_steps=max_episode_steps)
         at_least(2, grid_length=grid_length)
+        if grid_length > _LONGEST:
+            raise ValueError(f"grid_length={grid_length} must be at most {_LONGEST}.")
         one_of("start", start, STARTS)
         true_or_false(use_full_observation=use_full_observation)
         self.num_taggers, self.num_agents = num_taggers, num_taggers + 1

@@ -214,6 +214,22 @@ def test_each_group_is_clipped_by_its_own_norm(seed):
         assert after.mu[group].norm().item() == pytest.approx(0.1 * 0.01, rel=1e-4)
 
 
+def test_each_group_may_have_a_clip_of_its_own(seed):
+    anakin = make()
+    state = anakin.init(seed)
+    _, trajectory = anakin.rollout(state)
+    settings: dict = {"num_epochs": 1, "num_minibatches": 1, "learning_rate": {"a": 1e-2, "b": 3e-2}}
+    norms = {"a": 0.01, "b": 0.003}
+    learner = Learner(anakin.agent, LearnerConfig(max_grad_norm=norms, **settings), num_iterations=1)
+    after, _ = learner.update(state.learner, trajectory, state.learner_keys)
+    for group in GROUPS:
+        assert after.mu[group].norm().item() == pytest.approx(0.1 * norms[group], rel=1e-4)
+    with pytest.raises(
+        ValueError, match=r"max_grad_norm has entries \['a'\], the agent has optimizer groups \['a', 'b'"
+    ):
+        Learner(anakin.agent, LearnerConfig(max_grad_norm={"a": 1.0}, **settings), num_iterations=1)
+
+
 def test_losses_learning_rates_and_parameters_that_do_not_match_the_groups_are_refused(seed):
     anakin = make()
     state = anakin.init(seed)

@@ -173,6 +173,18 @@ def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts
     assert [row["env_steps"] for row in rows[0]] == [row["env_steps"] for row in rows[1]]
 
 
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_not_called_one_that_failed(tmp_path: Path):
+    program = tmp_path / "late.py"
+    program.write_text(
+        "import time\nfrom torchpod.distributed import init\nranks, _ = init('cpu', timeout_s=2.0)\n"
+        "ranks.barrier()\ntime.sleep(20.0 * ranks.rank)\nranks.barrier()\n"
+    )
+    result = torchrun(tmp_path, str(program))
+    assert "RankError: another rank has not come; if one may take so long, raise loop.timeout_s" in result.stderr
+    assert "another rank failed" not in result.stderr
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_hosts_must_share_the_run_folder(shared: bool, tmp_path: Path):
     """Rank 1 has a folder of that name in any case; without a common disk it is another."""

@@ -42,11 +42,10 @@ def make(config=LOCKSTEP, agent="ppo", env=None, iterations=50, compiled=False, 
         lambda: copy.copy(env),
         num_envs=num_envs,
         unroll_length=T,
-        learner=LEARNER,
         num_iterations=iterations,
         compiler=Compiler(enabled=compiled),
         config=config,
-        **settings,
+        **({"learner": LEARNER} | settings),
     )
 
 

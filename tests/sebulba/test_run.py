@@ -575,6 +575,19 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
+def test_a_signal_in_the_final_evaluation_says_where_is_what_was_trained(start, number):
+    settings = ("env=corridor.py:Stuck", "+env.where=evaluation", f"total_env_steps={2 * STEPS}", "run_dir=run")
+    process = start(*settings)
+    wait_for_rows(2, process)
+    time.sleep(3.0)  # now it sleeps in a step
+    process.send_signal(number)
+    _, error = process.communicate(timeout=10)
+    assert error == ("torchpod: stopped in the final evaluation; what was trained is saved: torchpod eval run\n")
+    assert process.returncode == 130 and int(checkpoint.latest(Path("run")).name) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)

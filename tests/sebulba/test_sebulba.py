@@ -321,6 +321,14 @@ def test_what_cannot_work_is_refused_at_the_start(config, message):
         make(config)
 
 
+def test_parts_of_a_batch_that_cannot_be_dealt_are_refused_at_the_start():
+    learner = replace(LEARNER, num_minibatches=3)  # T is no multiple of it, so that whole environments are dealt
+    told = "num_envs=4 per rank are 2 in each of loop.updates_per_batch=2 updates, .* use a multiple of 6"
+    with pytest.raises(ValueError, match=told):
+        make(SebulbaConfig(updates_per_batch=2), learner=learner)
+    make(SebulbaConfig(updates_per_batch=2), learner=learner, num_envs=12)
+
+
 def test_every_device_that_acts_has_as_many_actor_threads(seed):
     """As rank 0 of `loop.split=6:2` has three such devices."""
     devices = [torch.device("cpu", i) for i in range(3)]

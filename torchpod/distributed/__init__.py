@@ -120,10 +120,12 @@ def _store_of_this_attempt(timeout: datetime.timedelta) -> Store | None:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Names the cause of a broken connection: the rank at its other end is gone."""
+    """Names the cause of a broken connection: the rank at its other end is gone, or does not come."""
     try:
         yield
     except RuntimeError as error:
+        if "timed out" in str(error).lower():
+            raise RankError("another rank has not come; if one may take so long, raise loop.timeout_s") from error
         raise RankError("another rank failed; its own message says why") from error
 
 

@@ -146,6 +146,14 @@ class Sebulba:
                 f"loop.updates_per_batch={config.updates_per_batch} updates have newer ones; use "
                 "loop.updates_per_batch=1."
             )
+        parts, each = config.updates_per_batch, num_envs // config.updates_per_batch
+        by_envs = self.agent.recurrent or unroll_length % learner.num_minibatches
+        if parts > 1 and by_envs and each % learner.num_minibatches:
+            raise ValueError(
+                f"num_envs={num_envs} per rank are {each} in each of loop.updates_per_batch={parts} updates, which "
+                f"cannot be dealt to algo.learner.num_minibatches={learner.num_minibatches}; use a multiple of "
+                f"{parts * learner.num_minibatches}."
+            )
         self.num_envs, self.unroll_length, self.num_iterations = num_envs, unroll_length, num_iterations
         self.config, self.ranks = config, ranks
         if {d.type for d in devices} != {self.device.type}:

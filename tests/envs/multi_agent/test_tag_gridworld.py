@@ -171,6 +171,7 @@ def test_starts_are_what_their_names_say(seed):
     [
         ({"num_taggers": 0}, "num_taggers=0 is wrong; use an integer of at least 1."),
         ({"grid_length": 1}, "grid_length=1 is wrong; use an integer of at least 2."),
+        ({"grid_length": 32768}, "grid_length=32768 must be at most 32767."),
         ({"max_episode_steps": 0}, "max_episode_steps=0 is wrong; use an integer of at least 1."),
         ({"start": "centre"}, "start='centre' is not known; did you mean center or scattered?"),
         ({"use_full_observation": 1}, "use_full_observation=1 is wrong; use True or False."),
