@@ -133,7 +133,7 @@ class Learner:
     def _by_group(self, setting: str, value: float | dict[str, float]) -> dict[str, float]:
         """A setting of the learner, of each optimizer group."""
         groups = self.groups.names
-        numbers = value if isinstance(value, dict) else dict.fromkeys(groups, value)
+        numbers: dict[str, float] = value if isinstance(value, dict) else dict.fromkeys(groups, value)
         if set(numbers) != set(groups):
             raise ValueError(
                 f"{setting} has entries {sorted(numbers)}, the agent has optimizer groups {sorted(groups)}."
