@@ -89,7 +89,11 @@ class TestCommand:
         rows = json.loads(Path("rows.json").read_text())["rows"]
         assert [row["num_envs"] for row in rows] == [4, 8]
         assert all(row["verdict"] == "fits" and row["env_steps_per_s"] > 0 for row in rows)
-        assert main([*shlex.split(capsys.readouterr().out.splitlines()[-1])[1:], *BRIEF]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[1].split("minibatches")[1].split()[:3] == ["of", "rows", "memory"]
+        # 8 steps of five agents that share a policy
+        assert [line.split()[:3] for line in printed[2:4]] == [["4", "1", "160"], ["8", "1", "320"]]
+        assert main([*shlex.split(printed[-1])[1:], *BRIEF]) == 0
 
     @pytest.mark.slow
     def test_sebulba_looks_for_the_number_of_actors_too(

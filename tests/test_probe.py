@@ -17,7 +17,7 @@ SMALL = ["env=cartpole", "compile=false", "num_envs=8", "algo.unroll_length=8", 
 
 def test_a_run_that_fits_is_measured():
     found = measure(SMALL, seconds=0.05, limit=8 * 10**9, on_cpu=True)
-    assert (found.verdict, found.limit_bytes, found.chunked, found.why) == ("fits", 8 * 10**9, True, "")
+    assert (found.verdict, found.limit_bytes, found.minibatch_rows, found.why) == ("fits", 8 * 10**9, 16, "")
     assert found.env_steps_per_s > 0 and found.compile_s > 0 and 0 < found.cpu_share <= 1
     assert 10**8 < found.memory_bytes < 2 * 10**9
 
@@ -29,6 +29,23 @@ def test_one_that_takes_more_than_it_may_is_stopped():
     assert all(
         b"torchpod.probe" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in probe._children(os.getpid())
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        (["algo=ippo", "env=tag_gridworld"], 4 * 16),  # four taggers have the largest policy
+        (["algo=ippo", "env=tag_gridworld", "+algo.agent.policies.everybody=[tagger,runner]"], 5 * 16),
+        (["algo=ippo", "env=tag_gridworld", "+algo.agent.policies.tagger.train=false"], 16),
+        (["algo=impala", "loop=sebulba", "loop.updates_per_batch=2", "algo.learner.num_minibatches=4"], 8),
+        (["algo=a2c", "algo.learner.num_minibatches=1", "algo.agent.reuse_forward=true"], 0),
+        (["algo=apg", "env=pendulum"], 0),
+        (["algo=dqn", "algo.replay.min_size=1", "algo.replay.batch_size=4"], 0),
+    ],
+)
+def test_the_rows_of_a_minibatch_are_those_that_the_learner_cuts(overrides: list[str], rows: int):
+    fields = answer([*SMALL, *overrides], 0.01, None)
+    assert fields.get("minibatch_rows") == rows, fields
 
 
 def test_what_no_machine_has_is_out_of_memory():

@@ -50,10 +50,9 @@ def main(arguments: Sequence[str]) -> int:
         changed = setting.overrides(start) | pace
         return measure(_with(options.overrides, changed), seconds=options.seconds, limit=limit, on_cpu=on_cpu)
 
-    table = _Table(config.algo.unroll_length)
+    table = _Table()
     search = Search(
         run,
-        config.algo.unroll_length,
         max_envs=options.max_envs,
         largest=options.largest,
         fine=options.fine,
@@ -204,21 +203,19 @@ def _told(search: Search, best: Row, config: TrainConfig, start: Setting, *, lar
 class _Table:
     """Rows on the screen: the setting before its probe, what came of it afterwards."""
 
-    def __init__(self, unroll_length: int) -> None:
-        self._length, self._begun, self._open = unroll_length, False, False
+    def __init__(self) -> None:
+        self._begun, self._open = False, False
 
     def before(self, setting: Setting) -> None:
         """Prints the setting."""
-        shown = {"num_envs": setting.num_envs}
-        if setting.num_minibatches is not None:
-            rows = setting.num_envs * self._length // setting.num_minibatches
-            shown |= {"minibatches": setting.num_minibatches, "of rows": rows, "chunk rows": setting.chunk_rows}
+        shown, found = {"num_envs": setting.num_envs}, ["memory", "predicted", "compile"]
         if setting.num_actor_threads is not None:
             shown["actors"] = setting.num_actor_threads
+        if setting.num_minibatches is not None:
+            shown |= {"chunk rows": setting.chunk_rows, "minibatches": setting.num_minibatches}
+            found.insert(0, "of rows")
         if not self._begun:
-            print(
-                *(f"{name:>12}" for name in (*shown, "memory", "predicted", "compile")), f"{'env steps/s':>14}", sep=""
-            )
+            print(*(f"{name:>12}" for name in (*shown, *found)), f"{'env steps/s':>14}", sep="")
             self._begun = True
         print(*(f"{'' if x is None else format(x, ','):>12}" for x in shown.values()), sep="", end="", flush=True)
         self._open = True
@@ -226,6 +223,9 @@ class _Table:
     def after(self, row: Row) -> None:
         """Prints the rest of the line."""
         self._open = False
+        if row.setting.num_minibatches is not None:
+            rows = row.answer.minibatch_rows if row.answer else 0
+            print(f"{format(rows, ',') if rows else '':>12}", end="")
         predicted = f"{'' if row.predicted_bytes is None else _size(row.predicted_bytes):>12}"
         if row.answer is None:
             print(f"{'':>12}{predicted}  not started")

@@ -49,6 +49,9 @@ class Dealer:
       ranks: over whom moments are summed.
     """
 
+    minibatch_rows: int = 0
+    """Rows of agents, of the policy that has most, in a minibatch of which `num_chunks` was last asked."""
+
     def __init__(
         self,
         agent: Agent,
@@ -102,7 +105,7 @@ class Dealer:
         weights: list[Any] = [steps[name] for name in weights_of(steps)]
         shapes = [x.shape[self._axis :] for x in weights]
         m, recurrent, first = self.num_minibatches, self.agent.recurrent, shapes[0]
-        total = max(shape.numel() for shape in shapes) // m
+        self.minibatch_rows = total = max(shape.numel() for shape in shapes) // m
         splittable = first[2 if recurrent else 1] if dealt else (1 if recurrent else first[0]) * first[1] // m
         limit = self.chunk_rows or (2048 if weights[0].device.type == "cpu" else max(1, total))
         return _divisor_near(total, splittable, limit)

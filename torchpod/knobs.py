@@ -74,7 +74,6 @@ class Search:
 
     Args:
       measure: runs a setting.
-      unroll_length: T; a minibatch has T * num_envs / num_minibatches rows.
       max_envs: no setting has more.
       largest: take more environments and rows even if they are not faster, up to the end of memory.
       fine: where memory ends between two powers of two, try what lies between.
@@ -88,7 +87,6 @@ class Search:
     """
 
     measure: Callable[[Setting], Answer]
-    unroll_length: int
     max_envs: int = 2**20
     largest: bool = False
     fine: bool = False
@@ -110,7 +108,7 @@ class Search:
             best = self._between(best, end)
         self.most_envs = self._most_envs(best)
         best, _ = self._follow(best, _fewer_minibatches, larger=self.largest)
-        if best.answer and best.answer.chunked:
+        if best.answer and best.answer.minibatch_rows:
             best = self._either(best, self._larger_chunks, self._smaller_chunks)
         return self._either(best, self._more_actors, _fewer_actors)
 
@@ -204,7 +202,8 @@ class Search:
         return int((row.answer.limit_bytes - line(0)) / (line(1) - line(0)))
 
     def _minibatch_rows(self, setting: Setting) -> int:
-        return self.unroll_length * setting.num_envs // (setting.num_minibatches or 1)
+        """Of one that ran."""
+        return next(row.answer.minibatch_rows for row in self.rows if row.setting == setting and row.answer)
 
     def _chunk(self, setting: Setting) -> int:
         rows = self._minibatch_rows(setting)
@@ -212,8 +211,7 @@ class Search:
 
     def _in_one_piece(self, row: Row) -> bool:
         """Whether minibatches could be cut into chunks, and are not."""
-        chunked = row.answer is not None and row.answer.chunked
-        return chunked and self._chunk(row.setting) == self._minibatch_rows(row.setting)
+        return 0 < self._minibatch_rows(row.setting) == self._chunk(row.setting)
 
     def _more_envs(self, setting: Setting) -> Setting | None:
         more = dataclasses.replace(setting, num_envs=2 * setting.num_envs)

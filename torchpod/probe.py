@@ -53,8 +53,8 @@ class Answer(NamedTuple):
     cpu_share: float = 1.0
     """What part of the wall time Anakin's one thread had a core; well below 1, other work had it the rest of the time.
     1 where that cannot be told: on a GPU, with actor threads, with several threads."""
-    chunked: bool = False
-    """Whether `algo.learner.chunk_rows` changes anything."""
+    minibatch_rows: int = 0
+    """What `algo.learner.chunk_rows` cuts: rows of agents, of the policy that has most. 0 where it changes nothing."""
     why: str = ""
 
 
@@ -171,7 +171,7 @@ def _probe(config: TrainConfig, seconds: float, limit: int | None) -> Answer:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     env = make_env(config.env)
     loop = make_loop(config, env, make_agent(config.algo, env.spec), ranks, device)
-    agent, compile_s, before, env_steps, wall_s, began = loop.agent, None, 0, 0, 0.0, 0.0
+    compile_s, before, env_steps, wall_s, began = None, 0, 0, 0.0, 0.0
     with contextlib.closing(reports(config, loop, loop.init(config.seed), until=sys.maxsize)) as calls:
         for report, _ in calls:
             now = int(np.sum(report.env_steps))
@@ -193,7 +193,7 @@ def _probe(config: TrainConfig, seconds: float, limit: int | None) -> Answer:
         memory_bytes=memory,
         limit_bytes=limit or 0,
         cpu_share=min(1.0, cpu_s / wall_s) if alone else 1.0,
-        chunked=not (agent.reuse_forward or agent.through_env or agent.replayed),
+        minibatch_rows=0 if loop.agent.replayed else loop.learner.dealer.minibatch_rows,
     )
 
 
