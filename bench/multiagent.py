@@ -94,8 +94,7 @@ CPU_CASES = (
     *(Case(COVID, 52, envs) for envs in (60, 1000)),
     *(Case(COVID, 52, 60, mode) for mode in LEARNING),
 )
-"""What a core does in an hour. With networks, 6000 agents of continuous Tag are the most: ten times as many would be the
-next."""
+"""What a core does in an hour. With networks, 6000 agents of continuous Tag are the most; the next would be 50,000."""
 HEADLINE = (
     Case(GRID, 5, 2000),
     Case(GRID, 5, 2000, "update"),
