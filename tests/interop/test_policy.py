@@ -214,6 +214,23 @@ def test_a_recurrent_policy_is_exported_with_its_state(tmp_path: Path):
         assert torch.equal(action, steps["action"][:, t]), t
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own use of it
+@pytest.mark.parametrize("settings", [("env=pendulum",), ("env=memory_chain", "algo.agent.recurrent=8")])
+def test_an_exported_program_can_be_compiled_ahead_of_time(tmp_path: Path, settings: tuple[str, ...], seed: int):
+    trained(tmp_path / "run", *settings)
+    export_run(tmp_path / "run")
+    program = torch.export.load(tmp_path / "run" / "policy.pt2")
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "compiled.pt2"))
+    compiled = torch._inductor.aoti_load_package(path)
+    torch.manual_seed(seed)
+    for size in (1, 7):
+        rows = torch.randn(size, 3)
+        given = (rows,) if "env=pendulum" in settings else (rows, torch.rand(size) < 0.5, torch.randn(size, 8))
+        for mine, theirs in zip(*map(pytree.tree_leaves, (compiled(*given), program.module()(*given))), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 REPLAY = ["algo.replay.capacity=1024", "algo.replay.min_size=64", "algo.replay.batch_size=16"]
 
 
