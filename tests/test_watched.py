@@ -10,7 +10,9 @@ import pytest
 from torchpod.watched import HostError, sentence, watching
 
 DEAF = """
-import time
+import multiprocessing, time
+
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,), daemon=True).start()
 from torchpod import watched
 
 watched.GRACE_S = 0.5
@@ -56,6 +58,7 @@ def test_another_thread_is_not_watched():
 
 
 def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
+    # Its child has standard error as well: it is gone, too, when that is read to its end.
     result = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
     message = "the valley has not answered for 0.1 s; if it may take so long, raise loop.timeout_s=0.1."
     *stack, error = result.stderr.splitlines()

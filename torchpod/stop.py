@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchpod.distributed import Ranks
+from torchpod.watched import end_process
 
 
 class Interrupted(KeyboardInterrupt):
@@ -87,7 +88,7 @@ class StopFlag:
                     time.sleep(self.LEAVE_S)
                     if self._calling or self._agreeing:
                         print(f"torchpod: {self._given_up()}", file=sys.stderr, flush=True)
-                        os._exit(130)
+                        end_process(130)
 
     def pause(self, deferred: bool = True) -> None:
         """A call has ended, and there is something to save."""

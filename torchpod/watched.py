@@ -4,6 +4,7 @@ Actor threads have a watchdog of their own (sebulba/exchange.py); this is for ev
 """
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -90,6 +91,15 @@ def tell_stack(thread: int) -> None:
         print(f"Stack of the thread that hangs (most recent call last):\n{stack}", end="", file=sys.stderr, flush=True)
 
 
+def end_process(status: int) -> NoReturn:
+    """Ends this process at once, and those that it has started by multiprocessing, which otherwise `atexit` ends."""
+    with contextlib.suppress(Exception):
+        for process in multiprocessing.active_children():
+            with contextlib.suppress(Exception):
+                process.kill()
+    os._exit(status)
+
+
 class _Block(NamedTuple):
     """Something that the main thread waits for."""
 
@@ -134,7 +144,7 @@ class _Watchdog:
             elif now > block.deadline + GRACE_S and self.now is block:
                 with contextlib.suppress(Exception):
                     print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
-                os._exit(1)
+                end_process(1)
 
 
 _WATCHDOG = _Watchdog()
