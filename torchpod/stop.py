@@ -99,6 +99,8 @@ class StopFlag:
     def watch(self) -> None:
         """The next call begins: it may be given up."""
         self._calling = True
+        if self._asked:  # while a checkpoint was written: once more, for the limits of this call
+            signal.raise_signal(signal.SIGTERM)
 
     def agree(self, save_due: bool) -> tuple[bool, bool]:
         """Whether any rank was asked to stop, and whether a checkpoint is due on any."""
