@@ -23,6 +23,9 @@ GRACE_S = 4.0
 """How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
 _LOOK_S = 0.2
 """Between two looks of the watchdog."""
+STOOD_STILL = 5
+"""A watchdog that comes so many times later than it should was stopped with its process (Ctrl-Z, a frozen container):
+nobody is blamed for that time."""
 
 
 class HostError(RuntimeError):
@@ -129,10 +132,16 @@ class _Watchdog:
             raise HostError(self.now.message)
 
     def _run(self) -> None:
-        told, main = None, threading.main_thread().ident or 0
+        told, main, looked = None, threading.main_thread().ident or 0, time.monotonic()
         while True:
             time.sleep(_LOOK_S)
-            block, now = self.now, time.monotonic()
+            now = time.monotonic()
+            away, looked = now - looked, now
+            if away > STOOD_STILL * _LOOK_S:
+                with self.lock:
+                    if self.now is not None:
+                        self.now = self.now._replace(deadline=self.now.deadline + away)
+            block = self.now
             if block is None or now < block.deadline:
                 continue
             if block is not told:
