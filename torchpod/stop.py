@@ -19,8 +19,8 @@ class Interrupted(KeyboardInterrupt):
     """The run was told to stop, and has saved itself if there was anything to save."""
 
 
-class OverdueError(Exception):
-    """The call that was running when a signal came has not ended in time."""
+class OverdueError(BaseException):
+    """The call that was running when a signal came has not ended in time; no environment's, though it may be in one."""
 
 
 class StopFlag:
