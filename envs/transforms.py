@@ -36,6 +36,9 @@ class Transform:
     def __init__(self, env: Env) -> None:
         self.env, self.spec, self.traits = env, env.spec, env.traits
         self._own: Tree = ()
+        for name in ("advice", "num_threads"):  # what makes its steps faster
+            if hasattr(env, name):
+                setattr(self, name, getattr(env, name))
 
     def start(self, timestep: TimeStep) -> tuple[Tree, TimeStep]:
         """What to remember, and what to show, of the first timestep."""
@@ -66,6 +69,16 @@ class Transform:
         inner, timestep = self.env.step(inner, action, keys)
         own, timestep = self.after(own, timestep)
         return self._keep(inner, own), timestep
+
+    def send(self, action: Tree, keys: Tensor) -> None:
+        """Starts a step of a host environment that has `send`; transforms may draw, so that they want keys."""
+        self._own, action = self.before(self._own, action, keys)
+        send(self.env, action, keys)
+
+    def recv(self) -> TimeStep:
+        """Waits for the step that `send` started."""
+        self._own, timestep = self.after(self._own, self.env.recv())  # pyright: ignore[reportAttributeAccessIssue]
+        return timestep
 
     def __copy__(self) -> "Transform":
         """With an environment of its own inside: each actor thread steps its own copy."""
@@ -272,6 +285,14 @@ class ActionRepeat(Transform):
     def limited(self, max_episode_steps: int) -> Transform:
         """See `time_limit`."""
         return ActionRepeat(time_limit(self.env, max_episode_steps * self.num), self.num)
+
+
+def send(env: Any, action: Tree, keys: Tensor) -> None:
+    """`Env.send`, of an environment that may be inside of transforms."""
+    if isinstance(env, Transform):
+        env.send(action, keys)
+    else:
+        env.send(action)
 
 
 def innermost(env: Env, state: Tree) -> tuple[Env, Tree]:

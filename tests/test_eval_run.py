@@ -1,5 +1,6 @@
 """What is evaluated is what the run acts with: weights of the checkpoint, hyperparameters of its iteration."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torchpod import checkpoint, random
 from torchpod.anakin import EVAL_STREAM
 from torchpod.config import load
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.host import Gymnasium
 from torchpod.eval_run import acting_weights, eval_run
 from torchpod.evaluate import evaluate
 from torchpod.run import execute
@@ -67,3 +69,21 @@ def test_a_finished_dqn_is_sampled_with_its_last_share_of_random_actions(tmp_pat
     ]
     said = json.loads(eval_run(run.dir, episodes=20, sample=True))["mean"]
     assert said == pytest.approx(means[0]) and means[0] != pytest.approx(means[1])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_environment_is_closed_whatever_comes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails):
+    env = ("env=gymnasium", "env.task=CartPole-v1", "loop=sebulba", f"total_env_steps={STEPS}")
+    run = execute(load([*SMALL[2:], *env, f"run_dir={tmp_path}/run"]))
+    open_before, close = [], Gymnasium.close
+
+    def closing(env: Gymnasium) -> None:
+        open_before.append(env._envs is not None)
+        close(env)
+
+    monkeypatch.setattr(Gymnasium, "close", closing)
+    if fails:
+        monkeypatch.setattr("torchpod.eval_run.eval_returns", lambda score: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        eval_run(run.dir, episodes=2)
+    assert open_before == [False, True]  # the first is that of `init`

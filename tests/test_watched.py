@@ -1,5 +1,6 @@
 """What hangs in the main thread; tests/sebulba/test_run.py has whole runs."""
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -10,7 +11,9 @@ import pytest
 from torchpod.watched import HostError, sentence, watching
 
 DEAF = """
-import time
+import multiprocessing, time
+
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,), daemon=True).start()
 from torchpod import watched
 
 watched.GRACE_S = 0.5
@@ -29,6 +32,15 @@ def test_a_block_that_takes_too_long_is_ended_by_a_sentence():
         with watching("the valley has not answered", 0.1):
             time.sleep(60)
     assert time.monotonic() - began < 2
+
+
+def test_the_time_in_which_the_process_stands_still_is_not_counted():
+    began = time.monotonic()
+    with pytest.raises(HostError, match="the valley has not answered for 0.5 s"):
+        with watching("the valley has not answered", 0.5):
+            ctypes.PyDLL(None).sleep(2)  # with Python's lock: no thread runs, as in a process that is stopped
+            time.sleep(60)
+    assert 2.5 < time.monotonic() - began < 10
 
 
 def test_blocks_that_end_in_time_are_left_alone_and_cost_little():
@@ -56,6 +68,7 @@ def test_another_thread_is_not_watched():
 
 
 def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
+    # Its child has standard error as well: it is gone, too, when that is read to its end.
     result = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
     message = "the valley has not answered for 0.1 s; if it may take so long, raise loop.timeout_s=0.1."
     *stack, error = result.stderr.splitlines()

@@ -22,6 +22,7 @@ class Env(Protocol):
     A host environment may also have `send(action)`, which starts a step, and `recv()`, which waits for it and returns
     its timestep: Sebulba's actors do other things in between. Actions and keys are valid until `recv`, or the end of
     `step`: an environment that keeps them copies them. `advice`, a few words, says what makes its steps faster.
+    Transforms pass these on.
 
     Each of Sebulba's pools steps a copy of its own, of `copy.copy`, before anything was begun: what steps change in
     place, a simulator or a generator of random numbers, is to be made in `init`, or in `__copy__`.

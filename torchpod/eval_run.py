@@ -13,6 +13,7 @@ from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import TrainConfig
+from torchpod.env import close_all
 from torchpod.evaluate import evaluate
 from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
@@ -75,38 +76,41 @@ def eval_run(
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env)
-    if video is not None:
-        check_video(video, env)
-    agent = make_agent(config.algo, env.spec)()
-    lead = () if config.population == 1 else (config.population,)
-    here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
-    if here != {name: tuple(x.shape) for name, x in weights.items()}:
-        raise CheckpointError(f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}.")
-    weights = acting_weights(config, agent, weights, int(folder.name))
-    if instead:
-        agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
-    where = torch.device(device if env.traits.pure else "cpu")
-    agent, weights = agent.to(where), {name: x.to(where) for name, x in weights.items()}
-    key = random.fold_in(random.key(config.seed if seed is None else seed, where), EVAL_STREAM)
-    torch.set_num_threads(1)
-    compiler = Compiler(False, config.population)
-    env = watched(env, "the evaluation", config.loop.timeout_s)
-    score = evaluate(
-        agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs, explore=sample
-    )
-    told = [eval_returns(own) | unfinished(own) | {"checkpoint": folder.name} for own in each(score)]
-    if config.population > 1:
-        told = [{"member": i} | own for i, own in enumerate(told)]
-    lines = [json.dumps(line) for line in told]
-    if video is not None or episode is not None:
+    try:
+        if video is not None:
+            check_video(video, env)
+        agent = make_agent(config.algo, env.spec)()
+        lead = () if config.population == 1 else (config.population,)
+        here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
+        if here != {name: tuple(x.shape) for name, x in weights.items()}:
+            raise CheckpointError(f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}.")
+        weights = acting_weights(config, agent, weights, int(folder.name))
+        if instead:
+            agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
+        where = torch.device(device if env.traits.pure else "cpu")
+        agent, weights = agent.to(where), {name: x.to(where) for name, x in weights.items()}
+        key = random.fold_in(random.key(config.seed if seed is None else seed, where), EVAL_STREAM)
+        torch.set_num_threads(1)
+        compiler = Compiler(False, config.population)
+        env = watched(env, "the evaluation", config.loop.timeout_s)
+        score = evaluate(
+            agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs, explore=sample
+        )
+        told = [eval_returns(own) | unfinished(own) | {"checkpoint": folder.name} for own in each(score)]
         if config.population > 1:
-            member = int(score.returns.mean(-1).argmax()) if member is None else member
-            weights = {name: x[member] for name, x in weights.items()}
-        recording = record_episode(agent, env, weights, key, num_episodes=episodes, explore=sample)
-        made = [] if episode is None else [save_recording(episode, env, recording)]
-        made += [] if video is None else [record(video, env, recording)]
-        lines += [line + (f", member {member}" if config.population > 1 else "") for line in made]
-    return "\n".join(lines)
+            told = [{"member": i} | own for i, own in enumerate(told)]
+        lines = [json.dumps(line) for line in told]
+        if video is not None or episode is not None:
+            if config.population > 1:
+                member = int(score.returns.mean(-1).argmax()) if member is None else member
+                weights = {name: x[member] for name, x in weights.items()}
+            recording = record_episode(agent, env, weights, key, num_episodes=episodes, explore=sample)
+            made = [] if episode is None else [save_recording(episode, env, recording)]
+            made += [] if video is None else [record(video, env, recording)]
+            lines += [line + (f", member {member}" if config.population > 1 else "") for line in made]
+        return "\n".join(lines)
+    finally:
+        close_all([env])
 
 
 def acting_weights(config: TrainConfig, agent: Agent, weights: Variables, iteration: int) -> Variables:

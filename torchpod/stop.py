@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from torchpod.distributed import Ranks
+from torchpod.watched import end_process
 
 
 class Interrupted(KeyboardInterrupt):
     """The run was told to stop, and has saved itself if there was anything to save."""
 
 
-class OverdueError(Exception):
-    """The call that was running when a signal came has not ended in time."""
+class OverdueError(BaseException):
+    """The call that was running when a signal came has not ended in time; no environment's, though it may be in one."""
 
 
 class StopFlag:
@@ -87,7 +88,7 @@ class StopFlag:
                     time.sleep(self.LEAVE_S)
                     if self._calling or self._agreeing:
                         print(f"torchpod: {self._given_up()}", file=sys.stderr, flush=True)
-                        os._exit(130)
+                        end_process(130)
 
     def pause(self, deferred: bool = True) -> None:
         """A call has ended, and there is something to save."""
@@ -98,6 +99,8 @@ class StopFlag:
     def watch(self) -> None:
         """The next call begins: it may be given up."""
         self._calling = True
+        if self._asked:  # while a checkpoint was written: once more, for the limits of this call
+            signal.raise_signal(signal.SIGTERM)
 
     def agree(self, save_due: bool) -> tuple[bool, bool]:
         """Whether any rank was asked to stop, and whether a checkpoint is due on any."""

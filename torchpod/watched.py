@@ -4,6 +4,7 @@ Actor threads have a watchdog of their own (sebulba/exchange.py); this is for ev
 """
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -22,6 +23,9 @@ GRACE_S = 4.0
 """How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
 _LOOK_S = 0.2
 """Between two looks of the watchdog."""
+STOOD_STILL = 5
+"""A watchdog that comes so many times later than it should was stopped with its process (Ctrl-Z, a frozen container):
+nobody is blamed for that time."""
 
 
 class HostError(RuntimeError):
@@ -90,6 +94,15 @@ def tell_stack(thread: int) -> None:
         print(f"Stack of the thread that hangs (most recent call last):\n{stack}", end="", file=sys.stderr, flush=True)
 
 
+def end_process(status: int) -> NoReturn:
+    """Ends this process at once, and those that it has started by multiprocessing, which otherwise `atexit` ends."""
+    with contextlib.suppress(Exception):
+        for process in multiprocessing.active_children():
+            with contextlib.suppress(Exception):
+                process.kill()
+    os._exit(status)
+
+
 class _Block(NamedTuple):
     """Something that the main thread waits for."""
 
@@ -119,10 +132,16 @@ class _Watchdog:
             raise HostError(self.now.message)
 
     def _run(self) -> None:
-        told, main = None, threading.main_thread().ident or 0
+        told, main, looked = None, threading.main_thread().ident or 0, time.monotonic()
         while True:
             time.sleep(_LOOK_S)
-            block, now = self.now, time.monotonic()
+            now = time.monotonic()
+            away, looked = now - looked, now
+            if away > STOOD_STILL * _LOOK_S:
+                with self.lock:
+                    if self.now is not None:
+                        self.now = self.now._replace(deadline=self.now.deadline + away)
+            block = self.now
             if block is None or now < block.deadline:
                 continue
             if block is not told:
@@ -134,7 +153,7 @@ class _Watchdog:
             elif now > block.deadline + GRACE_S and self.now is block:
                 with contextlib.suppress(Exception):
                     print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
-                os._exit(1)
+                end_process(1)
 
 
 _WATCHDOG = _Watchdog()

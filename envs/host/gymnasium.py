@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import math
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -87,10 +89,11 @@ class Gymnasium:
 
         self.close()
         mode, size = AutoresetMode.NEXT_STEP, keys.shape[0]
-        make = functools.partial(_in_worker if self._processes else _checked, self._make, self.spec.name)
         if self._processes:
+            make = functools.partial(_in_worker, self._make, self.spec.name, os.getpid())
             self._envs = AsyncVectorEnv([make] * size, autoreset_mode=mode, context="forkserver")
         else:
+            make = functools.partial(_checked, self._make, self.spec.name)
             self._envs = SyncVectorEnv([make] * size, autoreset_mode=mode)
         seeds = random.bits(keys, 1)[:, 0].tolist()
         self._pending = "reset"
@@ -256,12 +259,35 @@ def misfit(observation: Any, space: Any) -> str | None:
     return None if fits else f"of {found.dtype}, and the space says {space.dtype}"
 
 
-def _in_worker(make: Callable[[], Any], name: str) -> Any:
-    """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself."""
-    if multiprocessing.parent_process() is not None:  # Gymnasium makes one in the run's own process too, to look at
+def _in_worker(make: Callable[[], Any], name: str, run: int) -> Any:
+    """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself.
+
+    Args:
+      make: makes it.
+      name: of it.
+      run: the process of the run. If that ends without a word, the group is killed.
+    """
+    parent = multiprocessing.parent_process()
+    if os.getpid() != run and parent is not None:  # Gymnasium makes one in the run's own process too, to look at
         os.setpgrp()
+        kill_at_end_of(parent.sentinel)
     # The memory that processes share keeps sizes alone, and repeats a number.
     return _checked(make, name, observations=True)
+
+
+def kill_at_end_of(pipe: int) -> None:
+    """The kernel kills this process group when nobody holds the other end of a pipe any more; on Linux alone.
+
+    It needs no thread, which would wait for Python's lock where C code hangs with it. A signal at the death of the
+    parent (prctl) would be at that of the fork server, which lives as long as its children.
+    """
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if connection.wait([pipe], 0):  # before the kernel was told
+        os.killpg(0, signal.SIGKILL)
 
 
 def _checked(make: Callable[[], Any], name: str, *, observations: bool = False) -> Any:

@@ -18,6 +18,7 @@ from torchpod.envs.transforms import (
     RewardClip,
     StickyAction,
     action_repeat,
+    send,
     time_limit,
 )
 from torchpod.makers import make_env
@@ -47,6 +48,35 @@ class Diary(TensorEnv):
     def observe(self, state):
         mask = torch.ones(state.shape[0], 5, dtype=torch.bool, device=state.device)
         return {"step": state[:, 0], "action": state.float(), "action_mask": mask}
+
+
+class Apart(HostEnv):
+    """A step may be parted; the keys that it draws from are its own."""
+
+    def init(self, keys):
+        self.keys, self.count = random.fold_in(keys, 8), 0
+        return super().init(keys)
+
+    def step(self, state, action, keys):
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action):
+        self.action, self.count = action, self.count + 1
+
+    def recv(self):
+        return super().step(None, self.action, random.at(self.keys, self.count))[1]
+
+
+class InParts:
+    """Steps an environment by its `send` and `recv`."""
+
+    def __init__(self, env):
+        self.env, self.init = env, env.init
+
+    def step(self, state, action, keys):
+        send(self.env, action, keys)
+        return None, self.env.recv()
 
 
 def play(env, num_steps, seed):
@@ -91,6 +121,15 @@ def test_around_a_host_environment_it_does_the_same(name, seed):
         play(env, 60, seed)[0] for env in (HostEnv(MAKERS[name](Diary())), MAKERS[name](HostEnv(Diary())))
     )
     pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), inside, outside)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in ("action_repeat", "time_limit", "all")])
+def test_a_step_in_parts_is_the_same(name, seed):
+    whole, parts = (
+        play(wrap(RewardClip(MAKERS[name](StickyAction(Apart(Diary()), 0.3)), -5.0, 5.0)), 60, seed)[0]
+        for wrap in (lambda env: env, InParts)
+    )
+    pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), whole, parts)
 
 
 def test_frames_are_those_of_the_last_steps_and_never_of_another_episode(seed):

@@ -15,21 +15,23 @@ from torchpod.algos.impala import IMPALA
 from torchpod.algos.ppo import PPO
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.transforms import RewardClip, StickyAction
 from torchpod.sebulba import SebulbaConfig
+from torchpod.sebulba.actor import splits
 from torchpod.sebulba.exchange import Exchange
 from torchpod.sebulba.program import Program
 from torchpod.sebulba.transfer import Port, hand_over
 
 
-def three_iterations(seed, monkeypatch, happened, **settings):
-    """Of pools that are `Apart`; writes down for which of them it decides, too."""
+def three_iterations(seed, monkeypatch, happened, wrap=lambda env: env, **settings):
+    """Of pools that are `Apart`, in `wrap`; writes down for which of them it decides, too."""
     act = PPO.act
 
     def decides(agent, timestep, *args):
         happened.append(("act", int(timestep.observation[0, 0])))
         return act(agent, timestep, *args)
 
-    sebulba = make(SebulbaConfig(lag=0, **settings), env=Apart(happened), iterations=3)
+    sebulba = make(SebulbaConfig(lag=0, **settings), env=wrap(Apart(happened)), iterations=3)
     state = sebulba.init(seed)
     monkeypatch.setattr(PPO, "act", decides)
     program = Program(sebulba, state)
@@ -42,10 +44,14 @@ def three_iterations(seed, monkeypatch, happened, **settings):
         program.close()
 
 
-@pytest.mark.parametrize("num_pools", [1, 2, 4])
-def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypatch, num_pools):
+@pytest.mark.parametrize(
+    ("num_pools", "wrap"),
+    [*((num, lambda env: env) for num in (1, 2, 4)), (2, lambda env: StickyAction(RewardClip(env)))],
+    ids=["1", "2", "4", "2 in transforms"],
+)
+def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypatch, num_pools, wrap):
     happened, under_way, others = [], set(), []
-    three_iterations(seed, monkeypatch, happened, num_actor_threads=1, pools_per_actor=num_pools)
+    three_iterations(seed, monkeypatch, happened, wrap, num_actor_threads=1, pools_per_actor=num_pools)
     for what, pool in happened[: 3 * 3 * num_pools * T]:  # of three unrolls
         if what == "act":
             others.append(len(under_way))
@@ -56,6 +62,21 @@ def test_other_pools_are_stepped_while_the_actor_decides_for_one(seed, monkeypat
             under_way.remove(pool)
     first = list(range(num_pools))  # of an unroll
     assert others == 3 * (first + (T - 1) * num_pools * [num_pools - 1])
+
+
+def test_what_is_inside_of_a_transform_decides_whether_its_step_has_parts():
+    class Longer(RewardClip):
+        def step(self, state, action, keys):
+            return super().step(state, action, keys)
+
+    assert splits(RewardClip(RewardClip(Apart([]))))
+    for env in (
+        RewardClip(CartPole()),
+        RewardClip(HostEnv(CartPole())),
+        Longer(Apart([])),
+        RewardClip(Longer(Apart([]))),
+    ):
+        assert not splits(env)
 
 
 def test_the_next_unroll_is_begun_before_the_last_is_handed_over_if_its_parameters_are_there(seed):

@@ -1,5 +1,6 @@
 """Environments and learners that fail or hang: the run ends, with the error that came first, and nothing is left."""
 
+import ctypes
 import multiprocessing
 import threading
 import time
@@ -92,6 +93,18 @@ def test_an_environment_that_does_not_come_back_is_named_with_the_line_where_it_
     told = [text.strip() for text in capsys.readouterr().err.splitlines()]
     assert told[0] == "Stack of the thread that hangs (most recent call last):"
     assert "test_faults.py" in told[told.index(line) - 1]
+
+
+def test_the_time_in_which_the_process_stands_still_is_none_in_an_environment(monkeypatch):
+    monkeypatch.setattr("torchpod.sebulba.exchange._WATCH_S", 0.1)
+    phases = Phases("env")
+    exchange, began = Exchange([phases], lag=0, capacity=1, timeout_s=0.5), time.perf_counter()
+    phases.enter("environment")
+    # With Python's lock: no thread runs, as in a process that is stopped.
+    threading.Timer(0.2, ctypes.PyDLL(None).sleep, (2,)).start()
+    with pytest.raises(ActorError, match="actor thread 0 has waited . s for a step of its env environments"):
+        exchange.collect()
+    assert 2.7 < time.perf_counter() - began < 10
 
 
 @pytest.mark.parametrize(

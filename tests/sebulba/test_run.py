@@ -479,6 +479,7 @@ def test_the_first_row_counts_no_compilation_as_time_of_the_actors(monkeypatch):
         (["env=corridor.py:Corridor"], "set env.processes=true"),
         (["env=envpool", "env.task=CartPole-v1"], "raise env.num_threads"),
         (["env=envpool", "env.task=CartPole-v1", "env.num_threads=2"], "they have a thread for every core"),
+        (["env=envpool", "env.task=CartPole-v1", "+env.transforms=[reward_clip]"], "raise env.num_threads"),
         (["env=cartpole"], "raise loop.num_actor_threads"),
     ],
 )

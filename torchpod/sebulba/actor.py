@@ -15,6 +15,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env, close_all
+from torchpod.envs.transforms import Transform, send
 from torchpod.interop import to_tensordict
 from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
@@ -47,19 +48,21 @@ def make_act(agent: Agent) -> Act:
 def splits(env: Env, *names: str) -> bool:
     """Whether the class that defines `step` also defines `send` and `recv`: another's `step` may do more than these.
 
+    A transform does if what is inside does.
+
     Args:
       env: the environment.
       names: of further methods that it should define.
     """
     owners = [next((c for c in type(env).__mro__ if x in vars(c)), None) for x in ("step", "send", "recv", *names)]
-    return None not in owners and len(set(owners)) == 1
+    return None not in owners and len(set(owners)) == 1 and (not isinstance(env, Transform) or splits(env.env))
 
 
 class Pool:
     """Environments that an actor steps together, and where they stand.
 
     Args:
-      env: nobody else touches it. If it `splits`, a step goes on between its `send(action)` and `recv()`.
+      env: nobody else touches it. If it `splits`, a step goes on between its `send` and `recv`.
       advance: step of a tensor environment, or inference for another.
       env_keys: `[b, 3]` of these environments.
       actor_keys: `[b, 3]`.
@@ -97,7 +100,7 @@ class Pool:
             self._native = self._port.download(self._native)
         if self.splits:
             self._phases.enter("environment")
-            self.env.send(self._native[0])  # pyright: ignore[reportAttributeAccessIssue]
+            send(self.env, *self._native)
         self._phases.enter("inference")
 
     def recv(self) -> tuple[Carry, ActorOutput]:

@@ -4,13 +4,14 @@ One lock guards both. Every wait ends when the other side has failed or the run 
 environment does not come back.
 """
 
+import math
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchpod.sebulba.transfer import Handed
-from torchpod.watched import sentence, tell_stack
+from torchpod.watched import STOOD_STILL, sentence, tell_stack
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -91,6 +92,7 @@ class Exchange:
         self._versions: dict[int, Handed] = {}
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
+        self._looked = self._looking_since = -math.inf  # of the watchdog: last, and without a gap
 
     # The learner's side.
 
@@ -182,8 +184,12 @@ class Exchange:
         if self._failure is not None:
             actor, error = self._failure
             raise ActorError(f"actor thread {actor} failed: {sentence(error)}") from error
+        now = time.perf_counter()
+        if now - self._looked > STOOD_STILL * _WATCH_S:  # or the learner had something to do: it begins anew
+            self._looking_since = now
+        self._looked = now
         for actor, phases in enumerate(self._phases):
-            waited = phases.in_environment_s()
+            waited = min(phases.in_environment_s(), now - self._looking_since)
             if waited > self._timeout_s:
                 tell_stack(phases.thread)
                 raise ActorError(

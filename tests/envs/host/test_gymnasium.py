@@ -1,7 +1,14 @@
 """Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
 
+import contextlib
 import functools
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -16,7 +23,7 @@ from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium
-from torchpod.envs.host.gymnasium import spec_of
+from torchpod.envs.host.gymnasium import kill_at_end_of, spec_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
@@ -110,6 +117,82 @@ def test_an_environment_in_processes_is_the_same_and_its_mistakes_have_the_same_
 @pytest.mark.slow
 def test_environments_in_processes_keep_the_contract():
     check_env(Gymnasium(Bets, processes=True), num_envs=2, compile=False)
+
+
+RUN = """
+import ctypes, os, signal, sys
+from pathlib import Path
+
+import gymnasium
+import torch
+
+from torchpod.envs.host import Gymnasium
+
+
+class Hanging(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,)), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.low, {}
+
+    def step(self, action):
+        Path("worker").write_text(str(os.getpid()))
+        ctypes.PyDLL(None).sleep(300)  # with Python's lock
+
+
+env = Gymnasium(Hanging, processes=True)
+env.init(torch.zeros(1, 3, dtype=torch.int64))
+env.send(torch.zeros(1, dtype=torch.int64))
+while not Path("worker").is_file() or not Path("worker").read_text():
+    pass
+os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else os._exit(130)
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["killed", "exits"])
+def test_a_worker_process_that_hangs_in_c_code_ends_with_its_run(tmp_path, ends):
+    subprocess.run([sys.executable, "-c", RUN, ends], cwd=tmp_path, timeout=60)
+    worker, deadline = int((tmp_path / "worker").read_text()), time.monotonic() + 10
+    try:
+        while alive(worker) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(worker)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+@pytest.mark.parametrize("when", ["later", "before"])
+def test_a_process_group_is_killed_when_the_other_end_of_its_pipe_is_closed(when):
+    end, other_end = os.pipe()
+    ready, told = os.pipe()
+    if when == "before":
+        os.close(other_end)
+    if (child := os.fork()) == 0:
+        os.setpgrp()
+        if when == "later":
+            os.close(other_end)
+        kill_at_end_of(end)
+        os.write(told, b"x")
+        signal.alarm(10)
+        while True:
+            pass
+    os.close(told)
+    if when == "later":
+        assert os.read(ready, 1) and os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.close(other_end)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    os.close(ready)
+    os.close(end)
 
 
 def test_episodes_end_as_the_environment_says():
