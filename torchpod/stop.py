@@ -87,7 +87,8 @@ class StopFlag:
                 if heard[0] in (signal.SIGTERM, signal.SIGINT):
                     time.sleep(self.LEAVE_S)
                     if self._calling or self._agreeing:
-                        print(f"torchpod: {self._given_up()}", file=sys.stderr, flush=True)
+                        with contextlib.suppress(Exception):
+                            print(f"torchpod: {self._given_up()}", file=sys.stderr, flush=True)
                         end_process(130)
 
     def pause(self, deferred: bool = True) -> None:
