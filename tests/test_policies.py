@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from torchpod import checkpoint
+from torchpod.agent import Agent
 from torchpod.config import load
 from torchpod.distributed import Ranks
 from torchpod.main import main
 from torchpod.makers import make_agent, make_env
 from torchpod.metrics import read_metrics
-from torchpod.policies import begun
+from torchpod.policies import begun, layers_of
 from torchpod.run import Run, execute
 
 STEPS = 4 * 8
@@ -183,6 +185,24 @@ def test_every_member_of_a_population_begins_with_it(first: Path, tmp_path: Path
     again = train(tmp_path / "again", from_(tmp_path / "run" / "members" / "1"))
     assert equal(of("runner", weights(again.dir)), of("runner", weights(first)))
     assert main(["train", *SETTINGS, from_(tmp_path / "run"), f"run_dir={tmp_path / 'whole'}"]) == 1
+
+
+def test_layers_are_those_of_each_policy_and_of_other_agents_none():
+    class Own(Agent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policies = nn.ModuleList([nn.Sequential(nn.Linear(2, 3), nn.ReLU())])
+
+    agents = {"own": Own(), "none": Agent()}
+    for activation in ("tanh", "relu"):
+        settings = ["algo=torchrl", "loss=ClipPPOLoss", "env=tag_gridworld", f"algo.agent.activation={activation}"]
+        config = load(settings)
+        agents[activation] = make_agent(config.algo, make_env(config.env).spec)()
+    found = {name: layers_of(agent) for name, agent in agents.items()}
+    assert found["own"] == {"0": {"0": "Linear", "1": "ReLU"}} and found["none"] == {}
+    differing = {x for x, kind in found["tanh"]["runner"].items() if found["relu"]["runner"][x] != kind}
+    assert differing and {found["tanh"]["runner"][x] for x in differing} == {"Tanh"}
+    assert {x.partition(".")[0] for x in differing} == {"actor", "critic"}
 
 
 @pytest.mark.parametrize(

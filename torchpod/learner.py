@@ -76,7 +76,7 @@ class LearnerState(NamedTuple):
 
 _BUFFER, _SHARE = "buffer/", "buffer share/"
 """Among the metrics, before the names of buffers: their values, and how much the rows count that these come from."""
-_PLAYED = "played/"
+_PLAYED = "policy share/"
 """Likewise, before the names of policies: 1, or 0 if a minibatch has nobody who follows it."""
 
 SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
@@ -496,10 +496,11 @@ class Learner:
             steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
             due = step % interval == 0 if interval > 1 else None
             if _PLAYED + group in columns:
-                due = columns[_PLAYED + group] > 0
-                norms[group] = torch.where(due, norm, torch.nan)
+                played = columns[_PLAYED + group] > 0
+                norms[group] = torch.where(played, norm, torch.nan)
                 own = [x for x in columns if x.startswith(f"{group}/") or x == f"loss/{group}"]
-                columns |= {x: torch.where(due, columns[x], torch.nan) for x in own}
+                columns |= {x: torch.where(played, columns[x], torch.nan) for x in own}
+                due = played if due is None else due & played
             if due is not None:
                 mu[group] = torch.where(due, mu[group], state.mu[group])
                 nu[group] = torch.where(due, nu[group], state.nu[group])

@@ -72,11 +72,14 @@ def find(source: str, name: str) -> Path:
 
 def layers_of(agent: Agent) -> dict[str, dict[str, str]]:
     """Of each policy of an agent, the kinds of its layers by name: what shapes of parameters do not say."""
-    return {name: _layers(part) for name, part in getattr(agent, "policies", nn.ModuleDict()).items()}
+    policies = getattr(agent, "policies", None)
+    return {name: _layers(part) for name, part in policies.named_children()} if isinstance(policies, nn.Module) else {}
 
 
 def _layers(part: nn.Module) -> dict[str, str]:
-    return {name: type(layer).__name__ for name, layer in part.named_modules() if name}
+    nets: dict[str, nn.Module] = getattr(part, "networks", {"": part})  # TorchRL's are no modules of their agent
+    layers = [(start + name, layer) for start, net in nets.items() for name, layer in net.named_modules() if name]
+    return {name: type(layer).__name__ for name, layer in layers}
 
 
 def _put(agent: Agent, name: str, policy: dict[str, Tensor], file: Path) -> None:

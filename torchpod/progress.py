@@ -181,7 +181,7 @@ def _starving(row: Row, advice: Advice) -> str:
 
 
 def _is_loss(key: str) -> bool:
-    return key == "loss" or key.endswith("_loss")
+    return key == "loss" or key.startswith("loss/") or key.endswith("_loss")
 
 
 def _show_return(value: float | int | list[float]) -> str:

@@ -1,6 +1,7 @@
 """How a run is told to stop: SIGTERM and SIGINT, between two calls to the device or in the middle of one."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -42,7 +43,7 @@ class StopFlag:
     def __init__(self, ranks: Ranks, device: torch.device, given_up: Callable[[], str]) -> None:
         self._ranks, self._device, self._given_up = ranks, device, given_up
         self._deferred = self._asked = self._agreeing = False
-        self._calling = True
+        self._calling, self._watched_at = True, -math.inf
         self._old: dict[int, Any] = {}
         self._ear = self._other_ear = -1
 
@@ -86,6 +87,8 @@ class StopFlag:
             while heard := signals.read(1):
                 if heard[0] in (signal.SIGTERM, signal.SIGINT):
                     time.sleep(self.LEAVE_S)
+                    while (left := self._watched_at + self.LEAVE_S - time.monotonic()) > 0:  # a call began meanwhile
+                        time.sleep(left)
                     if self._calling or self._agreeing:
                         with contextlib.suppress(Exception):
                             print(f"torchpod: {self._given_up()}", file=sys.stderr, flush=True)
@@ -99,7 +102,7 @@ class StopFlag:
 
     def watch(self) -> None:
         """The next call begins: it may be given up."""
-        self._calling = True
+        self._calling, self._watched_at = True, time.monotonic()
         if self._asked:  # while a checkpoint was written: once more, for the limits of this call
             signal.raise_signal(signal.SIGTERM)
 

@@ -23,9 +23,6 @@ GRACE_S = 4.0
 """How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
 _LOOK_S = 0.2
 """Between two looks of the watchdog."""
-STOOD_STILL = 5
-"""A watchdog that comes so many times later than it should was stopped with its process (Ctrl-Z, a frozen container):
-nobody is blamed for that time."""
 
 
 class HostError(RuntimeError):
@@ -103,6 +100,24 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
+class StoodStill:
+    """Tells a watchdog for how long its process was stopped (Ctrl-Z, a frozen container): nobody is blamed for that.
+
+    Args:
+      every_s: between two looks, as a rule.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._last = every_s, (time.monotonic(), time.process_time())
+
+    def look(self) -> float:
+        """Seconds since the last look, if it comes five times too late and the process has hardly worked; or 0."""
+        now = time.monotonic(), time.process_time()
+        away, worked = (a - b for a, b in zip(now, self._last, strict=True))
+        self._last = now
+        return away if away > 5 * self._every_s and worked < away / 2 else 0.0
+
+
 class _Block(NamedTuple):
     """Something that the main thread waits for."""
 
@@ -132,16 +147,14 @@ class _Watchdog:
             raise HostError(self.now.message)
 
     def _run(self) -> None:
-        told, main, looked = None, threading.main_thread().ident or 0, time.monotonic()
+        told, main, clock = None, threading.main_thread().ident or 0, StoodStill(_LOOK_S)
         while True:
             time.sleep(_LOOK_S)
-            now = time.monotonic()
-            away, looked = now - looked, now
-            if away > STOOD_STILL * _LOOK_S:
+            if (away := clock.look()) > 0:
                 with self.lock:
                     if self.now is not None:
                         self.now = self.now._replace(deadline=self.now.deadline + away)
-            block = self.now
+            block, now = self.now, time.monotonic()
             if block is None or now < block.deadline:
                 continue
             if block is not told:

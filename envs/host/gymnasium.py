@@ -283,9 +283,10 @@ def kill_at_end_of(pipe: int) -> None:
     """
     if not hasattr(fcntl, "F_SETSIG"):
         return
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    with contextlib.suppress(OSError):  # a kernel that does not
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if connection.wait([pipe], 0):  # before the kernel was told
         os.killpg(0, signal.SIGKILL)
 

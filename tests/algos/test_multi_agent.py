@@ -324,17 +324,61 @@ def test_a_policy_that_nobody_in_a_minibatch_follows_stays_as_it_is(seed):
     of_a = {name for name in none if name.startswith("a/") or name.endswith("/a")}
     assert {"a/entropy", "a/value_loss", "loss/a", "grad_norm/a"} < of_a and all(none[name].isnan() for name in of_a)
     assert all(whole[name].isfinite() for name in of_a) and all(none[x].isfinite() for x in none.keys() - of_a)
-    # One environment is left to it, in one of three minibatches of whole environments.
+    # In the first step alone somebody follows it: of T minibatches, with a row of each environment, it is in few.
     first = torch.zeros_like(alive["a"])
-    first[:, 0] = alive["a"][:, 0]
+    first[0] = alive["a"][0]
     rare = trajectory._replace(timestep=t._replace(extras=t.extras | {"alive": alive | {"a": first}}))
-    few, many = (
-        Learner(agent, dataclasses.replace(settings, num_minibatches=m, learning_rate=0.0), num_iterations=9).update(
-            state, rare, keys
-        )[1]["a/entropy"]
-        for m in (1, T)
+    still = dataclasses.replace(settings, num_minibatches=T, learning_rate=0.0)
+    _, told = Learner(agent, still, num_iterations=9).update(state, rare, keys)
+    entropies = []
+    counted = Learner(agent, still, num_iterations=9)
+    apply = counted._apply_one
+
+    def recorded(state, flat):
+        new, metrics = apply(state, flat)
+        entropies.append(metrics[counted._metric_names.index("a/entropy")])
+        return new, metrics
+
+    counted._apply = recorded
+    counted.update(state, rare, keys)
+    found = torch.stack(entropies)
+    assert 0 < found.isnan().sum() < T == len(found)
+    torch.testing.assert_close(told["a/entropy"], found[~found.isnan()].mean())
+
+
+def test_statistics_begin_with_the_first_who_follows_a_policy(seed):
+    """PettingZoo's agents may come late."""
+    agent = make(IPPO, seed, normalize_observation=True, normalize_reward=True)
+    trajectory = rollout(agent, seed)
+    alive, t = trajectory.timestep.extras["alive"], trajectory.timestep
+    gone = t.extras | {"alive": alive | {"a": torch.zeros_like(alive["a"])}}
+    before, _ = learned(agent, trajectory._replace(timestep=t._replace(extras=gone)), seed)
+    own = [f"policies.a.{x}" for x in ("return_moments", "normalizer.moments.x")]
+    for name in own:
+        assert before.buffers[f"{name}.total"] == 0 and not before.buffers[f"{name}.mean"].any()
+        assert (before.buffers[f"{name}.variance"] == 1).all()
+    agent.load_state_dict(before.params | before.buffers)
+    after, fresh = (
+        learned(agent, trajectory, seed)[0],
+        make(IPPO, seed, normalize_observation=True, normalize_reward=True),
     )
-    assert few > 0 and many == pytest.approx(few.item(), rel=0.5)
+    expected, _ = learned(fresh, trajectory, seed)
+    for name in (f"{x}.{field}" for x in own for field in ("total", "mean", "variance")):
+        torch.testing.assert_close(after.buffers[name], expected.buffers[name])
+    assert after.healthy
+
+
+@pytest.mark.parametrize("names", [("played", "z", "c"), ("buffer", "policy", "share")])
+def test_a_policy_may_have_any_name(seed, names):
+    """Also one that the learner uses for columns of its own."""
+    first, second, third = names
+    agent = make(IPPO, seed, policies={first: ["a"], second: ["b"], third: ["c"]})
+    trajectory = rollout(agent, seed)
+    alive, t = trajectory.timestep.extras["alive"], trajectory.timestep
+    gone = t.extras | {"alive": alive | {"a": torch.zeros_like(alive["a"])}}
+    state, metrics = learned(agent, trajectory._replace(timestep=t._replace(extras=gone)), seed)
+    assert {name: bool(x.any()) for name, x in state.mu.items()} == {first: False, second: True, third: True}
+    assert all(f"{name}/entropy" in metrics for name in names)
 
 
 def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):

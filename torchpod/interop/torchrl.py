@@ -345,6 +345,11 @@ class LossAgent(Agent):
         """Parameters and buffers as they are at the moment."""
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """Those of TorchRL, by what the names of their layers begin with; their parameters are in the agent."""
+        return {"actor.": self._actor.module} | ({} if self._critic is None else {"critic.": self._critic.module})
+
     def optimizer_groups(self) -> dict[str, tuple[str, ...]]:
         """All follow the sum of the loss's terms: TorchRL detaches what a term is not to move."""
         return self._groups

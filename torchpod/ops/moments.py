@@ -48,6 +48,8 @@ def merge(moments: Moments, sums: Tensor) -> Moments:
     """
     first, second = (part.reshape(moments.mean.shape) for part in sums[1:].chunk(2))
     total = moments.total + sums[0]
-    shift = first / total
-    variance = (moments.variance * moments.total + second) / total - shift.square()
-    return Moments(total, moments.mean + shift, variance.clamp(min=0.0))
+    divisor = torch.where(total > 0, total, 1.0)  # of nothing, if nothing was seen
+    shift = first / divisor
+    variance = (moments.variance * moments.total + second) / divisor - shift.square()
+    variance = torch.where(total > 0, variance.clamp(min=0.0), moments.variance)
+    return Moments(total, moments.mean + shift, variance)

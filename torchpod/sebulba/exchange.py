@@ -4,14 +4,13 @@ One lock guards both. Every wait ends when the other side has failed or the run 
 environment does not come back.
 """
 
-import math
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchpod.sebulba.transfer import Handed
-from torchpod.watched import STOOD_STILL, sentence, tell_stack
+from torchpod.watched import StoodStill, sentence, tell_stack
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -92,7 +91,9 @@ class Exchange:
         self._versions: dict[int, Handed] = {}
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
-        self._looked = self._looking_since = -math.inf  # of the watchdog: last, and without a gap
+        self._clock = StoodStill(_WATCH_S)
+        self._stops: deque[tuple[float, float]] = deque(maxlen=100)
+        """When the process went on after it had stood still, and for how long it had."""
 
     # The learner's side.
 
@@ -185,11 +186,11 @@ class Exchange:
             actor, error = self._failure
             raise ActorError(f"actor thread {actor} failed: {sentence(error)}") from error
         now = time.perf_counter()
-        if now - self._looked > STOOD_STILL * _WATCH_S:  # or the learner had something to do: it begins anew
-            self._looking_since = now
-        self._looked = now
+        if (away := self._clock.look()) > 0:
+            self._stops.append((now, away))
         for actor, phases in enumerate(self._phases):
-            waited = min(phases.in_environment_s(), now - self._looking_since)
+            waited = phases.in_environment_s()
+            waited -= sum(away for end, away in self._stops if end > now - waited)
             if waited > self._timeout_s:
                 tell_stack(phases.thread)
                 raise ActorError(
