@@ -30,12 +30,12 @@ def begun(make: Callable[[], Agent], ranks: Ranks) -> Callable[[], Agent]:
     if not sources:
         return make
     files = ranks.same({name: find(source, name) for name, source in sources.items()} if ranks.rank == 0 else None)
-    found = {name: checkpoint.load_policy(file) for name, file in files.items()}
+    found = {name: (checkpoint.load_policy(file), checkpoint.layers_of(file)) for name, file in files.items()}
 
     def begin() -> Agent:
         agent = make()
-        for name, policy in found.items():
-            _put(agent, name, policy, files[name])
+        for name, (policy, layers) in found.items():
+            _put(agent, name, policy, layers, files[name])
         return agent
 
     begin()  # so that what does not fit is said here
@@ -77,12 +77,12 @@ def layers_of(agent: Agent) -> dict[str, dict[str, str]]:
 
 
 def _layers(part: nn.Module) -> dict[str, str]:
-    nets: dict[str, nn.Module] = getattr(part, "networks", {"": part})  # TorchRL's are no modules of their agent
+    nets: dict[str, nn.Module] = getattr(part, "torchrl_networks", {"": part})  # these are no modules of their agent
     layers = [(start + name, layer) for start, net in nets.items() for name, layer in net.named_modules() if name]
     return {name: type(layer).__name__ for name, layer in layers}
 
 
-def _put(agent: Agent, name: str, policy: dict[str, Tensor], file: Path) -> None:
+def _put(agent: Agent, name: str, policy: dict[str, Tensor], layers: dict[str, str], file: Path) -> None:
     part = agent.get_submodule(name)
     settings = part.hyperparameters if isinstance(part, Agent) else ()
     mine = {**dict(part.named_parameters()), **dict(part.named_buffers())}
@@ -99,10 +99,9 @@ def _put(agent: Agent, name: str, policy: dict[str, Tensor], file: Path) -> None
             )
         with torch.no_grad():
             here.copy_(there)
-    known = checkpoint.layers_of(file)
-    for key, kind in _layers(part).items():
-        if known and known.get(key) != kind:
+    for key, kind in _layers(part).items() if layers else ():
+        if layers.get(key) != kind:
             raise CheckpointError(
-                f"{name} cannot begin as {file}: {key} is {known.get(key, 'missing')} there and {kind} here; give it "
+                f"{name} cannot begin as {file}: {key} is {layers.get(key, 'missing')} there and {kind} here; give it "
                 "the same networks, algo.agent.activation among their settings."
             )

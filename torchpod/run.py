@@ -343,14 +343,14 @@ def _train(
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
         except OverdueError:
             lost = keeper.rescue(state, timing)
-            raise Interrupted(given_up() + (lost and f";{lost}")) from None
+            raise Interrupted(given_up() + (lost and f"; {lost}")) from None
         except NonFiniteError as error:
             lost, wrong = keeper.rescue(state, timing), _not_finite(error.trajectory.timestep)
             what = f"a gradient of iteration {error.iteration} is not finite"
             try:
                 path = keeper.dump(error)
             except OSError as full:
-                path, lost = "no file", lost or f" {full}"
+                path, lost = "no file", lost or str(full)
             came_from = f"the trajectory it came from is in {path}."
             advice = "Lower algo.learner.learning_rate or algo.learner.max_grad_norm, or check what is learned from."
             env = loop.envs[0] if isinstance(loop, Sebulba) else loop.env
@@ -364,7 +364,7 @@ def _train(
                 advice = f"The environment gave numbers that are not finite: {', '.join(wrong)}."
             if keeper.saved_at is not None:
                 advice += f" Iteration {keeper.saved_at}, before it, is saved in {keeper.run_dir}."
-            raise NonFiniteErrorInRun(f"{what}; {came_from} {advice}{lost}") from error
+            raise NonFiniteErrorInRun(f"{what}; {came_from} {advice} {lost}".rstrip()) from error
         except Exception as error:
             failure = error
             if timing.steps and isinstance(error, ValueError | ImportError):  # the agent's, not that of a setting
@@ -372,7 +372,7 @@ def _train(
             if isinstance(loop, Sebulba) and ranks.world_size == 1 and not isinstance(error, OSError):
                 stop.pause()
                 if lost := keeper.rescue(state, timing):
-                    failure.add_note(lost.strip())
+                    failure.add_note(lost)
             if keeper.saved_at is not None:
                 failure.add_note(f"Iteration {keeper.saved_at} is saved; go on with resume={keeper.run_dir}")
             if failure is error:
@@ -431,7 +431,7 @@ class _Keeper:
         try:
             self.save(state, timing)
         except OSError as error:
-            return f" {error}"
+            return str(error)
         return ""
 
     def dump(self, error: NonFiniteError) -> Path:

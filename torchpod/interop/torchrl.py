@@ -346,8 +346,8 @@ class LossAgent(Agent):
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     @property
-    def networks(self) -> dict[str, nn.Module]:
-        """Those of TorchRL, by what the names of their layers begin with; their parameters are in the agent."""
+    def torchrl_networks(self) -> dict[str, nn.Module]:
+        """Actor and critic, by what the names of their layers begin with; their parameters are in the agent."""
         return {"actor.": self._actor.module} | ({} if self._critic is None else {"critic.": self._critic.module})
 
     def optimizer_groups(self) -> dict[str, tuple[str, ...]]:
