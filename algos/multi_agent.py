@@ -110,6 +110,7 @@ class Policies(Agent):
         sources = {name: own["from"] for name, own in given.items() if "from" in own}
         self.begins_as = {f"policies.{name}": _source(name, source) for name, source in sources.items()}
         self._trained = tuple(name for name, own in given.items() if own.get("train", True))
+        self.policy_groups = self._trained
         if not self._trained:
             raise ValueError(f"policies {sorted(given)} are all train: false; {kind} has nothing to learn.")
         self.policies = nn.ModuleDict()

@@ -1,9 +1,8 @@
 """Agents: a plain `nn.Module` to their author, a pure function to the framework. Read types.py first.
 
-The author writes methods that use `self.policy(...)` as usual. The loops never call them on the module: they call
-`bind(agent, variables).act(...)`, which runs the method with the parameters and buffers of `variables` put in place
-of the module's own. So one file serves one run, a population (vmap over variables), several ranks, gradients through
-updates, and both loops. An agent never learns which loop it is in.
+The author writes methods that use `self.policy(...)` as usual. The loops call `bind(agent, variables).act(...)`, which
+runs the method with the parameters and buffers of `variables` in place of the module's own. So one file serves one run,
+a population (vmap over variables), several ranks, gradients through updates, and both loops, and never knows which.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,6 +37,8 @@ class Agent(nn.Module):
     """Hyperparameters that fall linearly to 0 over the run, in `act` and `loss`, as those of the learner's `anneal`."""
     optimizer_intervals: Mapping[str, int] = {}
     """Optimizer groups that take a step after every so many updates, e.g. a policy that waits for its critic."""
+    policy_groups: tuple[str, ...] = ()
+    """Optimizer groups that are policies: no step is taken where nobody follows one (`steps["GROUP/weight"]` is 0)."""
     replayed: int = 0
     """Steps T of the trajectories that `prepare` gets from replay, e.g. n of n-step targets; 0: no replay, it learns
     from what was just seen. Then `prepare` may return fewer rows than steps, or one more, `[T', B, ...]`; a recurrent
@@ -56,9 +57,8 @@ class Agent(nn.Module):
     may_fall_back: bool = False
     """True: what does not compile of this agent runs uncompiled, after a warning that says why."""
     through_env: bool = False
-    """True: the gradient of `loss` also flows through the steps of the environment, to actions and parameters
-    (through_env.py). The agent is `recurrent`, its losses are summed, and it detaches what they should not feel. Anakin
-    alone runs it, in environments with the trait `differentiable`."""
+    """True: the gradient of `loss` also flows through steps of the environment (through_env.py): a `recurrent` agent's
+    with summed losses, which detaches what they should not feel. In Anakin, and with the trait `differentiable`."""
     reuse_forward: bool = False
     """True: the update differentiates the forward pass of the rollout instead of computing it again
     (reuse_forward.py). `act` puts what its networks say into `extras["forward"]`, `prepare` hands it on as

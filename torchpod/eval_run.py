@@ -141,5 +141,5 @@ def acting_weights(config: TrainConfig, agent: Agent, weights: Variables, iterat
     )
     params, buffers = ({name: weights[name] for name in table} for table in variables_of(agent))
     healthy = torch.ones(lead, dtype=torch.bool)
-    state = LearnerState(params, buffers, {}, {}, {}, {}, num_steps, healthy)
+    state = LearnerState(params, buffers, {}, {}, {}, {}, num_steps, {}, healthy)
     return learner.acting(state, number)

@@ -69,7 +69,9 @@ class LearnerState(NamedTuple):
     learning_rate: dict[str, Tensor]
     """Per optimizer group, before annealing."""
     num_steps: Tensor
-    """int64 scalar, optimizer steps taken."""
+    """int64 scalar, optimizer steps of the run."""
+    taken: dict[str, Tensor]
+    """int64 scalars, of the agent's `policy_groups`: the steps that each took, for Adam's bias correction."""
     healthy: Tensor
     """bool scalar. A gradient that is not finite latches it to False and turns later updates into no-ops."""
 
@@ -163,6 +165,7 @@ class Learner:
             nu={group: x.clone() for group, x in moments.items()},
             learning_rate={k: torch.tensor(float(v), device=device) for k, v in rates.items()},
             num_steps=torch.zeros((), dtype=torch.int64, device=device),
+            taken={x: torch.zeros((), dtype=torch.int64, device=device) for x in self.agent.policy_groups},
             healthy=torch.ones((), dtype=torch.bool, device=device),
         )
 
@@ -343,8 +346,7 @@ class Learner:
     def _means(self, metrics: list[Tensor]) -> dict[str, Tensor]:
         """Over minibatches, by name; of a policy over those in which somebody follows it."""
         of_all = torch.stack(metrics, -1)
-        is_whole = not any(name.startswith(_PLAYED) for name in self._metric_names)
-        return self._named(of_all.mean(-1) if is_whole else of_all.nanmean(-1))
+        return self._named(of_all.nanmean(-1) if self.agent.policy_groups else of_all.mean(-1))
 
     def _named(self, metrics: Tensor) -> dict[str, Tensor]:
         """The metrics of `_apply_one` by name."""
@@ -387,8 +389,7 @@ class Learner:
             changed |= {_SHARE + name: share, _BUFFER + name: torch.where(share > 0, x * share, 0.0)}
         priorities = () if out.priority is None else (out.priority.detach(),)
         told = {"loss" if name == "loss" else f"loss/{name}": x for name, x in losses.items()}
-        policies = [name for name in losses if f"{name}/weight" in batch.steps]
-        changed |= {_PLAYED + name: batch.steps[f"{name}/weight"].sum() for name in policies}
+        changed |= {_PLAYED + name: batch.steps[f"{name}/weight"].sum() for name in self.agent.policy_groups}
         return losses, {name: x.detach() for name, x in {**out.metrics, **told, **changed}.items()}, priorities
 
     def remaining(self, num_steps: Tensor) -> Tensor:
@@ -474,10 +475,12 @@ class Learner:
         step = state.num_steps + 1
         remaining = self.remaining(state.num_steps) if c.anneal_learning_rate else 1.0
         columns = dict(zip(self._metric_names, of_loss[: len(self._metric_names)].unbind(), strict=True))
-        mu, nu, steps, norms = {}, {}, {}, {}
+        mu, nu, steps, norms, of_policies = {}, {}, {}, {}, {}
         for group, gradient in zip(self.groups.names, gradients, strict=True):
             interval = self.agent.optimizer_intervals.get(group, 1)
             taken = step if interval == 1 else torch.div(step, interval, rounding_mode="floor").clamp(min=1)
+            if group in state.taken:
+                taken = state.taken[group] + 1
             # 1 - beta^taken, which in float32 would lose four digits of beta2 at the first step
             correct1, correct2 = (-torch.expm1(taken * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
             # 1e-30 keeps square roots differentiable at 0, for gradients through updates
@@ -495,8 +498,9 @@ class Learner:
             nu[group] = torch.where(healthy, torch.lerp(gradient * gradient, state.nu[group], c.beta2), state.nu[group])
             steps[group] = per_mu * mu[group] / ((nu[group] * per_nu + 1e-30).sqrt() + c.epsilon)
             due = step % interval == 0 if interval > 1 else None
-            if _PLAYED + group in columns:
+            if group in state.taken:
                 played = columns[_PLAYED + group] > 0
+                of_policies[group] = torch.where(played, taken, state.taken[group])
                 norms[group] = torch.where(played, norm, torch.nan)
                 own = [x for x in columns if x.startswith(f"{group}/") or x == f"loss/{group}"]
                 columns |= {x: torch.where(played, columns[x], torch.nan) for x in own}
@@ -510,7 +514,7 @@ class Learner:
         if self.agent.target_interval > 1:
             rate = torch.where(step % self.agent.target_interval == 0, rate, 0.0)
         targets = {k: torch.lerp(v, params[k], rate) for k, v in state.targets.items()}
-        changed = {"params": params, "targets": targets, "num_steps": step}
+        changed = {"params": params, "targets": targets, "num_steps": step, "taken": of_policies}
         kept = {
             name: pytree.tree_map(lambda a, b: torch.where(healthy, a, b), new, getattr(state, name))
             for name, new in changed.items()

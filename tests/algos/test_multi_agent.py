@@ -305,6 +305,27 @@ def test_what_an_agent_gets_as_it_leaves_counts_among_the_returns(seed):
     torch.testing.assert_close(mean * total, -10.0 * tags.double())
 
 
+def test_the_first_step_of_a_policy_whose_agents_come_late_is_as_long_as_its_learning_rate(seed):
+    """As Adam's first step is, also after a hundred steps of the other policies."""
+    agent = make(IPPO, seed)
+    trajectory = rollout(agent, seed)
+    rate = 0.01
+    settings = LearnerConfig(1, 1, learning_rate=rate, anneal_learning_rate=False, max_grad_norm=1e9, epsilon=1e-12)
+    learner = Learner(agent, settings, num_iterations=9)
+    keys = random.split(random.key(seed), B)
+    begin = learner.init(*variables_of(agent))
+    late = begin._replace(num_steps=begin.num_steps + 100, taken=begin.taken | {"b": begin.num_steps + 100})
+    steps = {}
+    for name, state in {"at once": begin, "late": late}.items():
+        after, _ = learner.update(state, trajectory, keys)
+        steps[name] = {k: after.params[k] - x for k, x in state.params.items()}
+    for name, step in steps["late"].items():
+        same = torch.equal(step, steps["at once"][name])
+        assert same == (not name.startswith("policies.b.")), name  # 1 - beta^101 divides by more than that of one step
+    longest = max(float(x.abs().max()) for name, x in steps["late"].items() if name.startswith("policies.a."))
+    assert longest == pytest.approx(rate, rel=1e-3)
+
+
 def test_a_policy_that_nobody_in_a_minibatch_follows_stays_as_it_is(seed):
     """Its optimizer, too, although it has moments; and what it tells is of the minibatches in which it learns."""
     agent = make(IPPO, seed)
@@ -324,6 +345,7 @@ def test_a_policy_that_nobody_in_a_minibatch_follows_stays_as_it_is(seed):
     of_a = {name for name in none if name.startswith("a/") or name.endswith("/a")}
     assert {"a/entropy", "a/value_loss", "loss/a", "grad_norm/a"} < of_a and all(none[name].isnan() for name in of_a)
     assert all(whole[name].isfinite() for name in of_a) and all(none[x].isfinite() for x in none.keys() - of_a)
+    assert {name: int(n) for name, n in after.taken.items()} == {"a": 3, "b": 6, "c": 6} and after.num_steps == 6
     # In the first step alone somebody follows it: of T minibatches, with a row of each environment, it is in few.
     first = torch.zeros_like(alive["a"])
     first[0] = alive["a"][0]
