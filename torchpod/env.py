@@ -5,6 +5,7 @@ An environment is pure and batched: state goes in, state comes out, and randomne
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -41,10 +42,18 @@ class Env(Protocol):
 
 
 def close_all(envs: Iterable[Env]) -> None:
-    """Closes every environment that can be closed, whatever others raise."""
+    """Closes every environment that can be closed; what one raises is a warning, for a run loses nothing by it."""
     with contextlib.ExitStack() as closing:
         for env in envs:
-            closing.callback(getattr(env, "close", lambda: None))
+            closing.callback(_close, env)
+
+
+def _close(env: Env) -> None:
+    try:
+        getattr(env, "close", lambda: None)()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        warnings.warn(f"{env.spec.name} could not be closed, and may leave something behind: {said}", stacklevel=2)
 
 
 class TensorEnv:

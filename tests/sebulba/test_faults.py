@@ -177,6 +177,24 @@ def test_environments_that_come_back_late_are_closed_once_by_whoever_is_second()
     assert closed == sorted(closed) == list(range(200)) and True in late and False in late
 
 
+class Unclosable(HostEnv):
+    """Raises as it is closed."""
+
+    def __init__(self):
+        super().__init__(CartPole(max_episode_steps=7))
+
+    def close(self):
+        raise OSError("the socket is gone")
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_environment_that_cannot_be_closed_costs_a_run_nothing(num_threads, seed):
+    sebulba = make(SebulbaConfig(num_actor_threads=num_threads), env=Unclosable())
+    with pytest.warns(UserWarning, match="cartpole could not be closed, and may leave .* OSError: the socket is gone"):
+        _, history = run(sebulba, sebulba.init(seed))
+    assert len(history) == sebulba.num_iterations and threads() == []
+
+
 @pytest.mark.parametrize("fails", ["actor", "learner"])
 def test_pools_that_share_threads_are_closed_while_steps_are_under_way(seed, monkeypatch, fails):
     pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
