@@ -454,7 +454,10 @@ def _check_env(env: Env, config: TrainConfig, device: torch.device) -> None:
     """A short `check_env`: a third of a second, against hours of training on rewards that belong to other actions."""
     with _contract(f"env={config.env['name']}", "within 100 steps"):
         seen = watched(env, "the check of its first 100 steps", config.loop.timeout_s)
-        check_env(seen, num_envs=4, num_steps=100, device=device if env.traits.pure else "cpu", compile=False)
+        where = device if env.traits.pure else "cpu"
+        pools = max(1, config.loop.num_actor_threads) * config.loop.pools_per_actor
+        copies = pools > 1 and not type(env).__module__.startswith("torchpod.")  # ours make all they need in `init`
+        check_env(seen, num_envs=4, num_steps=100, device=where, compile=False, copies=copies)
 
 
 def _check_agent(agent: Agent, env: Env, config: TrainConfig, device: torch.device) -> None:

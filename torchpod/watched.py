@@ -4,6 +4,7 @@ Actor threads have a watchdog of their own (sebulba/exchange.py); this is for ev
 """
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import signal
@@ -53,6 +54,9 @@ class Watched:
         """See `Env.step`."""
         with self._guarded():
             return self._env.step(state, action, keys)
+
+    def __copy__(self) -> "Watched":
+        return Watched(copy.copy(self._env), self._where, self._timeout_s)
 
     def close(self) -> None:
         """Closes the environment, if it can be."""

@@ -41,6 +41,9 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 
+from torchpod.env import HostEnv
+from torchpod.envs.classic.cartpole import CartPole
+
 
 class Corridor(gymnasium.Env):
     """Go right."""
@@ -157,6 +160,22 @@ class Faulty(Corridor):
 
 def corridor(length: int = 3) -> gymnasium.Env:
     return Corridor(length)
+
+
+class Shared(HostEnv):
+    """Its simulator is made before copies are, which step one and the same."""
+
+    def __init__(self):
+        super().__init__(CartPole(max_episode_steps=7))
+        self.simulator = {}
+
+    def init(self, keys):
+        self.simulator["state"], timestep = self._env.init(keys)
+        return None, timestep
+
+    def step(self, state, action, keys):
+        self.simulator["state"], timestep = self._env.step(self.simulator["state"], action, keys)
+        return None, timestep
 '''
 AGENT = '''
 from pathlib import Path
@@ -639,3 +658,10 @@ def test_two_processes_do_not_share_a_run_folder(start, capsys):
     assert "run is in use by another process; wait until it ends" in capsys.readouterr().err
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
+
+
+def test_an_environment_whose_copies_share_what_they_step_is_for_one_pool(capsys):
+    settings = "env=corridor.py:Shared", f"total_env_steps={4 * STEPS}"
+    assert train(*settings) == 1
+    assert "Shared breaks the contract: Copies of an environment on the host (copy.copy," in capsys.readouterr().err
+    assert train(*settings, "loop.num_actor_threads=1") == 0

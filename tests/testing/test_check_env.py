@@ -328,6 +328,27 @@ class StateGrows(Walk):
         return (inner.double(), count, was_last), timestep
 
 
+class SharesSimulator(HostEnv):
+    """A simulator that is made too early: copies of the environment step one and the same."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.simulator = {}
+
+    def init(self, keys):
+        self.simulator["state"], timestep = self._env.init(keys)
+        return None, timestep
+
+    def step(self, state, action, keys):
+        self.simulator["state"], timestep = self._env.step(self.simulator["state"], action, keys)
+        return None, timestep
+
+
+class CopiesSimulator(SharesSimulator):
+    def __copy__(self):
+        return CopiesSimulator(self._env)
+
+
 class HostWithState(HostEnv):
     def init(self, keys):  # pyright: ignore[reportIncompatibleMethodOverride]  # that is the point
         _, timestep = super().init(keys)
@@ -378,6 +399,7 @@ class NoTraits(Walk):
         ),
         (StateWithoutBatch, "state[2] must be a tensor with the B axis first"),
         (StateGrows, "state[0] must keep its shape and dtype"),
+        (lambda: SharesSimulator(Walk()), "must not share what their steps change, and one gave other timesteps["),
         (lambda: HostWithState(Walk()), "An environment without the trait `pure` must return None as state."),
         (ReturnsTimestepAlone, "step() must return (state, TimeStep)."),
         (NoTraits, "env.traits must be of Traits; it is None."),
@@ -386,6 +408,11 @@ class NoTraits(Walk):
 def test_a_broken_environment_is_named(make, rule):
     with pytest.raises(ContractError, match=re.escape(rule)):
         check_env(make(), compile=False)
+
+
+def test_copies_that_nobody_steps_side_by_side_may_share():
+    check_env(SharesSimulator(Walk()), copies=False)
+    check_env(CopiesSimulator(Walk()))
 
 
 @pytest.mark.parametrize(

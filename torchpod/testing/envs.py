@@ -1,5 +1,6 @@
 """`check_env`: plays an environment with random actions and requires every rule of the contract in env.py."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.actions import closed_masks, lead_of, random_action
 from torchpod.compile import Compiler
-from torchpod.env import Env, TensorEnv
+from torchpod.env import Env, TensorEnv, close_all
 from torchpod.specs import EnvSpec, MultiDiscrete, Traits
 from torchpod.testing.contract import (
     ContractError,
@@ -53,13 +54,14 @@ def check_env(
     seed: int = 0,
     device: torch.device | str = "cpu",
     compile: bool = True,
+    copies: bool = True,
 ) -> None:
     """Tests that an environment keeps the contract which the loops rely on.
 
     Plays with random actions and looks at every step; then, as far as the environment's traits promise it,
     repeats steps to see that they are pure, that rows do not influence each other, that gradients flow, that
     operators of the user's own return what they promise to the compiler, and that vmapped and compiled steps give
-    the same. A host environment has no traits and is only played.
+    the same. A host environment has no traits: it is played, and copies of it side by side, as pools of Sebulba are.
 
     Args:
       env: the environment; its state is left as the last step left it.
@@ -68,6 +70,7 @@ def check_env(
       seed: of environment and actions.
       device: where the environment is to run.
       compile: False leaves out compilation, the slowest part.
+      copies: False leaves out copies of a host environment.
 
     Raises:
       ContractError: with the rule that is broken.
@@ -85,8 +88,10 @@ def check_env(
         num_steps = min(env.spec.max_episode_steps or 200, 1000) + 2
     root = random.key(seed, device)
     env_keys, action_keys = (random.split(random.fold_in(root, i), num_envs) for i in range(2))
+    others = [] if env.traits.pure or not copies else [copy.copy(env) for _ in range(4)]  # before anything is begun
     calls = _play(env, env_keys, action_keys, num_steps)
     if not env.traits.pure:
+        _check_copies(others, env_keys, action_keys)
         return
     _check_pure(env, random.at(env_keys, 0), calls)
     _check_rows(env, random.at(env_keys, 0), calls, root)
@@ -169,6 +174,38 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
         seen_last, seen_reset = seen_last or is_last, seen_reset or is_reset
         state, timestep = new_state, new
     return calls
+
+
+def _check_copies(copies: list[Env], env_keys: Tensor, action_keys: Tensor, num_steps: int = 10) -> None:
+    """Whether one of four copies plays as it does by itself while another plays something else."""
+
+    def played(env: Env, other: Env | None) -> list[TimeStep]:
+        envs, seen = [env] if other is None else [env, other], []
+        keys = [(random.fold_in(env_keys, j), random.fold_in(action_keys, j)) for j in range(2)]
+        timesteps = [env.init(random.at(own, 0))[1] for env, (own, _) in zip(envs, keys, strict=False)]
+        for i in range(1, num_steps + 1):
+            seen.append(clone(timesteps[0]))
+            for j, env in enumerate(envs):
+                own, of_actions = (random.at(x, i) for x in keys[j])
+                action = random_action(env.spec, timesteps[j].observation, of_actions)
+                _, timesteps[j] = env.step(None, action, own)
+        return [*seen, timesteps[0]]
+
+    if not copies:
+        return
+    alone, again, shared, other = copies
+    try:
+        expected = played(alone, None)
+        repeats = difference(played(again, None), expected, "timesteps") is None  # what does not cannot be compared
+        changed = repeats and difference(played(shared, other), expected, "timesteps")
+    finally:
+        close_all(copies)
+    require(
+        not changed,
+        "Copies of an environment on the host (copy.copy, as each of Sebulba's pools steps one) must not share what "
+        f"their steps change, and one gave other {changed} while another was stepped; make simulators, generators and "
+        "buffers in init(), or in __copy__, or have one pool alone (loop.num_actor_threads=1).",
+    )
 
 
 def _watched(env: Env, call: Callable[[], Any]) -> Any:
