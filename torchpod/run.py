@@ -198,10 +198,14 @@ def _start(
     config: TrainConfig, loop: Anakin | Sebulba, source: Path | None, ranks: Ranks
 ) -> tuple[RunState, int, float] | Run:
     """The state to go on from, its iteration, and the seconds trained so far; or a run that is finished already."""
-    state = _apply_members(loop.init(config.seed), config)
-    resumed_at, wall_s = 0, 0.0
-    if source is not None:
-        _, loaded, meta = checkpoint.load(checkpoint.latest(source), state, ranks=ranks)
+    resumed_at, wall_s, folder = 0, 0.0, checkpoint.latest(source) if source is not None else None
+    if isinstance(loop, Sebulba) and folder is not None:
+        begun = loop.init(config.seed, checkpoint.read_meta(folder)["iteration"])
+    else:
+        begun = loop.init(config.seed)
+    state = _apply_members(begun, config)
+    if folder is not None and source is not None:
+        _, loaded, meta = checkpoint.load(folder, state, ranks=ranks)
         state = cast(RunState, loaded)
         resumed_at, wall_s = meta["iteration"], meta["wall_s"]
         if ranks.rank == 0 and (changed := changes(meta, source, config)):
@@ -216,7 +220,7 @@ def _start(
             variables = loop.learner.acting(state.learner, state.iteration)
             return Run(source, summary, loop.agent, variables)
         if isinstance(loop, Sebulba):
-            state = loop.resume(state)
+            state = loop.resume(state, begun)
             if not loop.restartable and ranks.rank == 0:
                 print(f"{config.env['name']} is in no checkpoint: its environments begin new episodes.")
     return state, resumed_at, wall_s

@@ -21,6 +21,7 @@ from torchpod.main import main
 from torchpod.makers import make_env
 from torchpod.progress import ConsoleSink
 from torchpod.sebulba import Sebulba
+from torchpod.sebulba import loop as sebulba_loop
 from torchpod.watched import HostError, Watched
 
 SMALL = (
@@ -517,6 +518,14 @@ def test_the_progress_line_advises_what_the_run_can_do(env, advice, monkeypatch)
     assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
     # PPO takes no lag of 2; SMALL has minibatches, and the default epochs.
     assert given == [(advice, "raise algo.unroll_length or num_envs", "lower algo.learner.num_epochs")]
+
+
+def test_a_resumed_run_starts_its_environments_once(monkeypatch):
+    train("env=corridor.py:Corridor", f"total_env_steps={2 * STEPS}", "run_dir=run")
+    started, start = [], sebulba_loop.start
+    monkeypatch.setattr(sebulba_loop, "start", lambda *args: started.append(args) or start(*args))
+    assert main(["train", "resume=run", f"total_env_steps={4 * STEPS}"]) == 0
+    assert len(started) == 2  # one per actor
 
 
 def test_a_resumed_run_with_other_actors_says_that_bits_may_differ(capsys):

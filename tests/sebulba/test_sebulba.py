@@ -163,7 +163,7 @@ def test_programs_with_memory_of_their_own_do_the_same(seed, agent, host):
         state = run(sebulba, sebulba.init(seed), until=5)[0]
         resumed = make(config, agent, HostEnv(env) if host else env, iterations=8, num_envs=8)
         resumed.static = static
-        ends.append(run(resumed, resumed.resume(state)))
+        ends.append(run(resumed, resumed.resume(state, resumed.init(seed, 5))))
     assert_equal(ends[1][0], ends[0][0])
     for mine, theirs in zip(ends[1][1], ends[0][1], strict=True):
         assert_equal(mine["loss"], theirs["loss"])
@@ -220,7 +220,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(seed, agent, l
     for stop in (1, 5):
         first, second = (make(config, agent, iterations=9) for _ in range(2))
         state, _ = run(first, first.init(seed), until=stop)
-        assert_equal(run(second, second.resume(state))[0], want)
+        assert_equal(run(second, second.resume(state, second.init(seed, stop)))[0], want)
 
 
 def test_a_host_environment_begins_new_episodes_and_keeps_what_was_learned(seed):
@@ -228,7 +228,7 @@ def test_a_host_environment_begins_new_episodes_and_keeps_what_was_learned(seed)
     first, second = make(env=env), make(env=env)
     begin = first.init(seed)
     state, _ = run(first, begin, until=3)
-    resumed = second.resume(state)
+    resumed = second.resume(state, second.init(seed, 3))
     assert not second.restartable
     assert_equal(resumed.learner, state.learner)
     assert resumed.carry.step == state.carry.step == 3 * T

@@ -205,13 +205,20 @@ class Sebulba:
         """Whether a graph can hold what has run so far: what runs uncompiled may ask the device for numbers."""
         return not self.compiler.fell_back
 
-    def init(self, seed: int) -> RunState:
-        """The state before the first iteration. Starts the environments."""
+    def init(self, seed: int, iteration: int = 0) -> RunState:
+        """The state before the first iteration, or to resume from a checkpoint of another. Starts the environments."""
+
+        def begin(agent: Agent, env_keys: Tensor) -> Carry:
+            if self.restartable or not iteration:
+                return self._start(agent, env_keys)
+            # Keys of their own, or the episodes of the first start would come again.
+            return self._start(agent, random.fold_in(env_keys, iteration * self.unroll_length))
+
         state = init_state(
             seed,
             self.make_agent,
             self.learner,
-            self._start,
+            begin,
             self.num_envs,
             ranks=self.ranks,
             device=self.device,
@@ -219,15 +226,12 @@ class Sebulba:
         )
         return state._replace(older=self.older([self.learner.acting(state.learner, state.iteration)]))
 
-    def resume(self, state: RunState) -> RunState:
-        """The state of a checkpoint; environments that it does not hold begin new episodes."""
+    def resume(self, state: RunState, begun: RunState) -> RunState:
+        """The state of a checkpoint; environments that it does not hold begin new episodes, those of `init`."""
         if self.restartable:
             return state
-        # Keys of their own, or the episodes of the first start would come again.
-        keys = random.fold_in(state.env_keys, state.carry.step)
-        carry = self._start(self.agent, keys)._replace(step=state.carry.step)
-        zeros = torch.zeros_like(state.episode_return), torch.zeros_like(state.episode_length)
-        return state._replace(carry=carry, episode_return=zeros[0], episode_length=zeros[1])
+        carry = begun.carry._replace(step=state.carry.step)
+        return state._replace(carry=carry, episode_return=begun.episode_return, episode_length=begun.episode_length)
 
     def close(self) -> None:
         """Closes the environments, of a run that never began; otherwise `Program.close` does."""
