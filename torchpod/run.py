@@ -181,7 +181,7 @@ def _segments(loop: Anakin | Sebulba, run_dir: Path, source: Path | None, iterat
     """The files of the replay buffer, if there is one; it is filled from them if the run goes on."""
     if loop.replay is None:
         return None
-    segments = Segments(loop.replay.buffer, run_dir, loop.ranks.rank)
+    segments = Segments(loop.replay.buffer, run_dir, loop.ranks.rank, loop.num_iterations)
     if source is not None:
         broken = isinstance(loop, Sebulba) and not loop.restartable
         segments.restore(checkpoint.latest(source), iteration, broken=broken)

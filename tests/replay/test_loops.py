@@ -3,8 +3,10 @@
 import copy
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -359,9 +361,9 @@ def test_a_host_environment_that_begins_anew_leaves_no_transition_between_two_ep
     kept, seen = whole_checkpoints(tmp_path / "run"), {}
     original = Sebulba.resume
 
-    def resume(self, state):
+    def resume(self, state, begun):
         seen["loop"] = self
-        return original(self, state)
+        return original(self, state, begun)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sebulba, "resume", resume)
@@ -426,6 +428,22 @@ def test_a_ring_in_files_is_as_one_in_memory_and_leaves_none(tmp_path: Path):
         execute(load([*config, f"run_dir={tmp_path}/none", f"algo.replay.folder={tmp_path}/disk"]))
     more = [f"resume={tmp_path}/files", "algo=dqn", "algo.replay.folder=null", f"total_env_steps={31 * STEPS}"]
     assert execute(load(more)).summary["env_steps"] > files.summary["env_steps"]
+
+
+@pytest.mark.parametrize(("iterations", "room", "warned"), [(30, 5000, 1), (30, 10**6, 0), (4, 5000, 0)])
+def test_a_disk_without_room_for_the_ring_is_told_at_the_first_checkpoint(
+    iterations, room, warned, tmp_path: Path, monkeypatch
+):
+    """Of more than 5000 bytes if the run is long enough to fill it."""
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=room))
+    config = [*SMALL, f"total_env_steps={iterations * STEPS}", f"run_dir={tmp_path}/run", "checkpoint.interval_s=0.01"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        execute(load(config))
+    told = [
+        str(x.message) for x in caught if "GiB of replay, 0.0 are there, and the disk has 0.0 left" in str(x.message)
+    ]
+    assert len(told) == warned
 
 
 @pytest.mark.slow

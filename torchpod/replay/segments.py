@@ -8,6 +8,7 @@ checkpoints before it whole. Files that no checkpoint lists any more are removed
 import hashlib
 import itertools
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod.checkpoint import CheckpointError, all_of, manifest_of, write_tensors, writing
 from torchpod.replay.buffer import ReplayBuffer
+from torchpod.replay.memory import free_bytes
 from torchpod.types import LAST, Tree
 
 _PIECES = 8
@@ -30,10 +32,12 @@ class Segments:
       buffer: whose.
       run_dir: the run folder.
       rank: of this process.
+      num_iterations: of the run, if it may end before the ring is full.
     """
 
-    def __init__(self, buffer: ReplayBuffer, run_dir: Path, rank: int) -> None:
-        self._buffer, self._run_dir, self._rank = buffer, run_dir, rank
+    def __init__(self, buffer: ReplayBuffer, run_dir: Path, rank: int, num_iterations: int | None = None) -> None:
+        self._buffer, self._run_dir, self._rank, self._num_iterations = buffer, run_dir, rank, num_iterations
+        self._has_looked = False
         self._folder = run_dir / "replay" / str(rank)
         self._digests: dict[str, str] = {}
         self._saved = 0
@@ -44,6 +48,9 @@ class Segments:
         oldest = max(0, iteration - window)
         per_iteration = self._buffer.nbytes // self._buffer.num_unrolls
         piece = max(1, min(window // _PIECES, _MOST_BYTES // max(1, per_iteration)))
+        if not self._has_looked:
+            self._has_looked = True
+            self._look_for_room(min(window + piece, self._num_iterations or window + piece) * per_iteration)
         begin = max(self._saved, oldest)
         while begin < iteration:
             end = min(begin + piece, iteration)
@@ -60,6 +67,18 @@ class Segments:
         self._saved = iteration
         self._digests = {name: digest for name, digest in self._digests.items() if _range(name)[1] > oldest}
         return json.dumps(self._digests, indent=1).encode()
+
+    def _look_for_room(self, most: int) -> None:
+        """Warns at the first checkpoint if the disk has no room for so many bytes, with the files that there are."""
+        there = sum(path.stat().st_size for path in self._folder.glob("*.pt"))
+        free, _ = free_bytes(torch.device("cpu"), host=False, folder=str(self._run_dir))
+        if most - there > free:
+            warnings.warn(
+                f"{self._folder} will hold {most / 2**30:.1f} GiB of replay, {there / 2**30:.1f} are there, and the "
+                f"disk has {free / 2**30:.1f} left; free some space, or stop and lower algo.replay.capacity or choose "
+                "another folder with run_dir=DIR, for a checkpoint that finds no room ends the run.",
+                stacklevel=2,
+            )
 
     def clean(self) -> None:
         """Removes the files that no checkpoint needs; none if a checkpoint cannot be asked."""
