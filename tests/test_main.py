@@ -460,6 +460,38 @@ def test_python_m_torchpod_is_the_same_command(tmp_path: Path):
     assert result.stderr.count("\n") == 1
 
 
+class TestUnread:
+    """Where who reads the output ends first, e.g. `| head -1`."""
+
+    def left(self, folder: Path, num_lines: int, *argv: str) -> tuple[int, str]:
+        """Exit status and errors of a command of which so many lines are read."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torchpod", *argv],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        )
+        assert process.stdout is not None and process.stderr is not None
+        for _ in range(num_lines):
+            assert process.stdout.readline()
+        process.stdout.close()
+        with process.stderr as errors:
+            told = errors.read()
+        return process.wait(60), told
+
+    def test_a_list_ends_without_a_word(self, tmp_path: Path):
+        assert self.left(tmp_path, 0, "list", "envs") == (1, "")
+
+    def test_training_saves_what_there_is(self, tmp_path: Path):
+        settings = [x for x in SMALL if not x.startswith(("logger", "total"))]
+        status, told = self.left(tmp_path, 1, "train", *settings, "total_env_steps=100000000", "run_dir=run")
+        saved = int(checkpoint.latest(tmp_path / "run").name)
+        message = f"stopped, for nobody reads what it prints. Iteration {saved} is saved; go on with resume=run\n"
+        assert (status, told) == (1, f"torchpod: {message}") and saved > 1
+
+
 class TestDisk:
     """On a file system of our own, in a user namespace: root may write anywhere, but not where there is no room."""
 

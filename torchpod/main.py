@@ -1,5 +1,6 @@
 """The command line over the modules: `torchpod train | eval | export | plot | warmup | check | autoscale | ...`."""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -50,10 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt as error:
         print(f"torchpod: {error if isinstance(error, Interrupted) else 'stopped'}", file=sys.stderr)
         return 130
+    except BrokenPipeError as error:  # `torchpod list envs | head`
+        with contextlib.suppress(OSError, ValueError):  # or Python writes the rest at its end, and fails again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if notes := getattr(error, "__notes__", ()):
+            print(f"torchpod: stopped, for nobody reads what it prints. {' '.join(notes)}", file=sys.stderr)
+        return 1
     except (CheckpointError, CompileError, RecompilationError, NonFiniteErrorInRun, RankError, *EVERYDAY) as error:
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise

@@ -71,6 +71,13 @@ def advise(
     return Advice(environments, turns, update)
 
 
+class _Console(Console):
+    """Where nobody reads any more, the run hears of it, and saves what there is; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("nobody reads what is printed")
+
+
 class ConsoleSink:
     """A progress bar on a terminal, else a plain line every few seconds.
 
@@ -98,7 +105,7 @@ class ConsoleSink:
     ) -> None:
         self._total, self._num_iterations = total_env_steps, num_iterations
         self._advice, self._every_s, self._clock = advice, every_s, clock
-        self._console = console or Console(file=sys.stdout)
+        self._console = console or _Console(file=sys.stdout)
         self._history: collections.deque[tuple[float, int, int]] = collections.deque()
         self._shown_at, self._unshown = -math.inf, None
         self._progress: Progress | None = None

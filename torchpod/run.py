@@ -373,7 +373,8 @@ def _train(
             failure = error
             if timing.steps and isinstance(error, ValueError | ImportError):  # the agent's, not that of a setting
                 failure = LearnerError(f"iteration {int(state.iteration.flatten()[0]) + 1} failed: {sentence(error)}")
-            if isinstance(loop, Sebulba) and ranks.world_size == 1 and not isinstance(error, OSError):
+            unread = isinstance(error, BrokenPipeError)  # `torchpod train ... | tee FILE`, where tee has ended
+            if unread or (isinstance(loop, Sebulba) and not isinstance(error, OSError)):
                 stop.pause()
                 if lost := keeper.rescue(state, timing):
                     failure.add_note(lost)
