@@ -122,13 +122,16 @@ class TestEnvs:
 
 class TestChunks:
     @pytest.mark.parametrize("agents", [1, 100])
-    def test_a_minibatch_that_outgrows_memory_is_cut_into_chunks_that_fitted(self, agents: int):
+    @pytest.mark.parametrize("begin", [64, 4096])
+    def test_a_minibatch_that_outgrows_memory_is_cut_into_chunks_that_fitted(self, begin: int, agents: int):
+        """Also that of the start."""
+
         def memory(setting: Setting) -> float:
             rows = T * setting.num_envs // 4 * agents
             return 1e5 * setting.num_envs + 1e5 / agents * min(rows, setting.chunk_rows or rows)
 
         surface = Surface(lambda s: s.num_envs, memory, 1e9, agents)
-        best = Search(surface).run(START).setting
+        best = Search(surface).run(Setting(begin, num_minibatches=4)).setting
         # In one piece 303 fit; in chunks of the 8,192 rows that each agent of 256 has, 1,808.
         assert (best.num_envs, best.chunk_rows) == (1024, 8192 * agents)
         assert Setting(512, 4, 8192 * agents) in surface.asked  # two chunks where one was too many
