@@ -2,7 +2,9 @@
 
 import copy
 import json
+import random as python_random
 import shutil
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from tests.marks import with_slow
 from tests.replay.agents import AGENTS, CONTINUOUS, WITHOUT_PRIORITIES
-from torchpod import checkpoint
+from torchpod import checkpoint, random
 from torchpod.algos.dqn import DQN, DQNConfig
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import load
-from torchpod.env import HostEnv
+from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.inductor import Compiled
@@ -31,6 +33,7 @@ from torchpod.replay import ReplayBuffer, ReplayConfig, memory, segments
 from torchpod.replay.segments import Segments
 from torchpod.run import execute
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
+from torchpod.specs import Array, Discrete, EnvSpec, Traits
 from torchpod.types import FIRST, LAST
 
 T, B = 4, 4
@@ -109,6 +112,49 @@ def test_in_lockstep_sebulba_equals_anakin_to_the_bit(seed, name, host):
     for a, b in zip(history, expected, strict=True):
         for key, value in b.items():
             assert torch.equal(a[key], value) or (a[key].isnan() and value.isnan())
+
+
+class Diary(TensorEnv):
+    """Observes how many steps were made, and the name of its environment; a reward says after what it was given."""
+
+    spec = EnvSpec("diary", Array((2,)), Discrete(3))
+    traits = Traits()
+
+    def reset(self, keys):
+        return torch.stack([torch.zeros(len(keys)), random.uniform(keys, 1)[:, 0]], -1)
+
+    def transition(self, state, action, keys):
+        reward = 10.0 * state[:, 0] + action
+        return state + torch.tensor([1.0, 0.0]), reward, torch.zeros(len(keys), dtype=torch.bool)
+
+    def observe(self, state):
+        return state
+
+
+class Dawdling(HostEnv):
+    """Now and then another pool overtakes it."""
+
+    def step(self, state, action, keys):
+        time.sleep(0.004 * python_random.random() ** 4)
+        return super().step(state, action, keys)
+
+
+@pytest.mark.parametrize(("lag", "pools"), [("free", 1), ("free", 2), (2, 2)])
+def test_whatever_the_lag_the_ring_holds_each_step_in_its_place(seed, lag, pools):
+    env = Dawdling(Diary())
+    config = SebulbaConfig(num_actor_threads=2, pools_per_actor=pools, lag=lag, queue_size=2)
+    sebulba = Sebulba(agent(env), lambda: copy.copy(env), config=config, **settings(env))
+    state, _ = last_of(train(sebulba, sebulba.init(seed)))
+    assert sebulba.replay and int(state.iteration) == 30
+    ring = sebulba.replay.buffer
+    end, names = 30 * T, random.uniform(random.at(state.env_keys, 0), 1)[:, 0]
+    assert end > ring.num_slots + T  # twice around, in part
+    times = torch.arange(end - ring.num_slots, end)
+    held = pytree.tree_map(lambda x: x[times % ring.num_slots], ring.storage)
+    observation, action = held["timestep"]["observation"], held["output"]["action"]
+    assert torch.equal(observation[..., 0], times[:, None].expand(-1, B).float())
+    assert torch.equal(observation[..., 1], names.expand(len(times), B))
+    assert torch.equal(held["timestep"]["reward"][1:], 10.0 * times[:-1, None] + action[:-1])
 
 
 @pytest.mark.parametrize("lag", [0, 1])
