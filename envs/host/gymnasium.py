@@ -65,6 +65,11 @@ class Gymnasium:
     def __init__(self, task: str | Callable[[], Any], *, processes: bool = False, **options: Any) -> None:
         import gymnasium
 
+        if isinstance(task, str) and ".py" in task:
+            raise ValueError(
+                f"task={task!r} looks like a file, and gymnasium.make takes registered ids; a class or a function in a "
+                f"file is env={task}, in place of env=gymnasium."
+            )
         if callable(task) and options:
             raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {task} yourself.")
         self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
