@@ -11,8 +11,10 @@ Read harness.py first.
 import dataclasses
 import math
 import os
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -151,6 +153,11 @@ def main(
                 beside = b if isinstance(b, WorkerError) else b[:1]
                 new.append(make.compile_time(f"compile_first_{case.name}", first, beside, peer_name=peer.name))
                 failures += [f"{new[-1].name}: {first}"] if isinstance(first, WorkerError) else []
+            if case == FIRST and not quick and not workers:
+                try:
+                    new.append(warm_run(make, case.num_envs, pinned, repeats))
+                except WorkerError as error:
+                    failures.append(f"train_warm_cartpole/{case.num_envs}: {error}")
             rows += new
             for row in new:
                 print(describe(row), flush=True)
@@ -248,6 +255,26 @@ def first_start(ours: Worker, arguments: Sequence[str], core: int | Sequence[int
             Path(home).mkdir()
         worker = dataclasses.replace(ours, env={**ours.env, **homes})
         return harness.interleave((worker,), [arguments], core=core)[ours.name]
+
+
+def warm_run(make: RowMaker, num_envs: int, core: int | Sequence[int] | None, repeats: int) -> Row:
+    """`torchpod train` as a user waits for it: Python, imports, settings, programs from the cache, one iteration.
+
+    Raises:
+      WorkerError: if one of the commands failed.
+    """
+    seconds = []
+    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as folder:
+        env = {**harness.ONE_THREAD, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")}
+        settings = ("experiment=cartpole", f"num_envs={num_envs}", "total_env_steps=1", "evaluation.episodes=1")
+        for i, command in enumerate(["warmup"] + ["train"] * repeats):
+            arguments = [sys.executable, "-m", "torchpod", command, *settings, f"run_dir={folder}/run{i}"]
+            began = time.perf_counter()
+            harness.output_of(arguments, env, f"torchpod {command}", core=core)
+            seconds.append(time.perf_counter() - began)
+    row = make.alone(f"train_warm_cartpole/{num_envs}", statistics.median(seconds[1:]), "s", seconds[1:])
+    note = "`torchpod train` after `torchpod warmup`: one iteration and an episode, from its first to its last moment"
+    return dataclasses.replace(row, note=note)
 
 
 def describe(row: Row) -> str:

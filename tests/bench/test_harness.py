@@ -261,6 +261,17 @@ def test_sides_that_learn_nothing_fail_the_bench_although_they_are_equal(tmp_pat
         assert status == 0 and document["rows"][0]["note"] == few
 
 
+def test_a_warm_run_is_timed_as_a_whole_after_a_warm_up_of_the_same_settings(monkeypatch):
+    calls = []
+    monkeypatch.setattr(harness, "output_of", lambda *args, **options: calls.append((*args, options)) or "")
+    row = anakin.warm_run(RowMaker(), 1024, 1, 2)
+    (warmup, *trains), caches = [call[0][3:] for call in calls], {call[1]["TORCHINDUCTOR_CACHE_DIR"] for call in calls}
+    assert warmup[0] == "warmup" and [train[0] for train in trains] == ["train"] * 2 and len(caches) == 1
+    assert all(train[1:-1] == warmup[1:-1] and "experiment=cartpole" in train for train in trains)
+    assert len({train[-1] for train in trains}) == 2 and all(call[-1] == {"core": 1} for call in calls)
+    assert (row.name, row.unit, len(row.repeats), row.peer) == ("train_warm_cartpole/1024", "s", 2, None)
+
+
 def test_the_first_start_on_a_machine_finds_no_library_and_no_header(tmp_path, fake):
     sides = fake("torchpod", 3000), fake("jax", 2000)
     status, document = run_suite(tmp_path, *sides, cases=[Case(64), Case(1024)])
