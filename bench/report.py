@@ -33,9 +33,9 @@ A target that is met beside a peer below its figure proves less: that peer was s
 machine of this speed, which is a failure of its own, below the table. "x the ... stated" is our rate over what JAX did
 when the target was set, on a core (or two) of an AMD EPYC 25-17, whatever this machine's speed. (That speed is a matrix
 product's, with which JAX's rate does not grow: on an Intel Xeon the product is 1.5 times as fast, and JAX is not, so
-that its rows are below their figures there.) In `compile_cold_...` every program is compiled,
-but our own libraries and the precompiled header, which are made once per machine, are there; `compile_first_...` begins
-without these.
+that its rows are below their figures there.) In `compile_cold_...` every program is compiled, but our own libraries and
+the precompiled header, which are made once per machine, are there; `compile_first_...` begins without these.
+`train_warm_...` is the whole of `torchpod train` from a full cache, Python's and torch's imports included.
 
 The figures that were stated for one core with 64 environments of CartPole (289,000) and with 64 and 1024 of Breakout
 (100,000 and 84,000) are held against JAX's rows of two cores, for pinned to one core of an EPYC 25-17 it does 0.6 to
