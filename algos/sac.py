@@ -47,8 +47,9 @@ class SACConfig:
     initial_alpha: float = 1.0
     """It stays so where the learning rate of `temperature` is 0."""
     target_entropy: float | None = None
-    """In nats. None: -A for actions `[A]`; 0.98 of the largest, log A, for A discrete ones. Where an action mask leaves
-    n of these, the same share of log n."""
+    """In nats, of actions in the units of the environment. None: for actions `[A]` the paper's, -A where they lie in
+    [-1, 1], which in a box of half width w is A (log w - 1); 0.98 of the largest, log A, for A discrete ones. Where an
+    action mask leaves n of these, the same share of log n."""
     target_rate: float = 0.005
 
 
@@ -80,7 +81,7 @@ class SAC(Agent):
         """Looks at the actions: outputs of the policy's network, and the target entropy."""
         self.center, self.scale = box_range(type(self).__name__, spec)
         self.action_shape, self.num_actions = spec.action.shape, math.prod(spec.action.shape)
-        return 2 * self.num_actions, -self.num_actions
+        return 2 * self.num_actions, self.num_actions * (math.log(self.scale) - 1.0)
 
     def _critic(self, spec: EnvSpec, make: Callable[[], Encoder]) -> nn.Module:
         return Critic(spec, self.config.hidden, self.config.activation)

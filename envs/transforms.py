@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.env import Env, TensorEnv, where
 from torchpod.envs.arguments import at_least, number
-from torchpod.specs import Array, Box, Discrete, SpecTree
+from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.types import FIRST, MID, TimeStep, Tree
 
 _STICKY = 0x57C1
@@ -133,6 +133,8 @@ class FrameStack(Transform):
     def _widened(self, spec: Any) -> Any:
         if isinstance(spec, Discrete) or not spec.shape:
             raise ValueError(f"frame_stack needs observations with an axis, and {self.env.spec.name} has {spec}.")
+        if isinstance(spec, MultiDiscrete):
+            return dataclasses.replace(spec, nvec=spec.nvec * self.num)
         return dataclasses.replace(spec, shape=(*spec.shape[:-1], self.num * spec.shape[-1]))
 
     @staticmethod
@@ -187,8 +189,13 @@ class RewardClip(Transform):
         self.high = number("high", high, self.low)
 
     def show(self, timestep: TimeStep) -> TimeStep:
-        """Clips."""
-        return timestep._replace(reward=pytree.tree_map(lambda r: r.clamp(self.low, self.high), timestep.reward))
+        """Clips all but the 0 of a reset."""
+        first = timestep.step_type == FIRST
+
+        def clipped(reward: Tensor) -> Tensor:
+            return torch.where(first.view(-1, *[1] * (reward.ndim - 1)), reward, reward.clamp(self.low, self.high))
+
+        return timestep._replace(reward=pytree.tree_map(clipped, timestep.reward))
 
 
 class Flatten(Transform):
@@ -316,6 +323,8 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     if isinstance(env, TensorEnv):
         new = copy.copy(env)
         new.spec = dataclasses.replace(env.spec, max_episode_steps=max_episode_steps)
+        if hasattr(new, "max_episode_steps"):  # one that knows how much time is left
+            new.max_episode_steps = max_episode_steps  # pyright: ignore[reportAttributeAccessIssue]
         return new
     if not hasattr(env, "limited"):
         raise ValueError(f"time_limit cannot shorten {env.spec.name}; give it a limit of its own.")

@@ -206,7 +206,7 @@ def refused(overrides: list[str]) -> str:
         ("+members.discount=[1.5]", "members.discount=[1.5] must lie from 0 to 1."),
         ("algo.agent.discount=1.5", "algo.agent.discount=1.5 must lie from 0 to 1."),
         ("algo.learner.learning_rate=-1", "algo.learner.learning_rate=-1.0 must lie from 0 to inf."),
-        ("algo.learner.beta1=nan", "algo.learner.beta1=nan must lie from 0 to 1."),
+        ("algo.learner.beta1=nan", "algo.learner.beta1=nan must lie from 0 to 0.999999."),
         (
             "algo.learner.schedules={clip:[[0]]}",
             "algo.learner.schedules.clip=[[0.0]] must be points [environment steps, value], e.g. [[0,0.5],[5e7,0.05]].",

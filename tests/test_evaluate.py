@@ -13,6 +13,7 @@ from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import TagGridWorld
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import Evaluation, evaluate
+from torchpod.recording import record_episode
 from torchpod.rollout import make_step, start
 from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.summary import eval_returns
@@ -26,7 +27,7 @@ def play(agent, env, variables, key, episode, num_episodes, max_steps):
     carry, step = start(agent, env, own[0]), make_step(agent, env, explore=False)
     total, length = 0.0, 0
     with torch.no_grad():
-        for _ in range(max_steps):
+        while length < max_steps:
             carry, _ = step(variables, carry, *own)
             raw = carry.timestep.extras["raw_reward"]
             total += sum(float(leaf.mean()) for leaf in pytree.tree_leaves(raw))
@@ -104,7 +105,38 @@ def test_episodes_that_do_not_end_in_time_are_marked(seed):
         total, length, finished = play(agent, env, variables, random.key(seed), i, num, 9)
         assert (result.returns[i], result.lengths[i], result.finished[i]) == (total, length, finished)
     lengths = result.lengths[~result.finished]
-    assert len(lengths) and ((lengths == 8) | (lengths == 9)).all()  # with or without a reset among them
+    assert len(lengths) and (lengths == 9).all()  # the reset between two lives is none of them
+
+
+def test_a_game_that_ends_at_its_limit_ends_however_many_lives_it_took(seed):
+    class Limited(Lives):
+        """Over after 14 steps too, in whatever life."""
+
+        spec = EnvSpec("limited", Array((2,)), Discrete(2), max_episode_steps=14)
+
+        def init(self, keys):
+            state, timestep = super().init(keys)
+            return (state, torch.zeros_like(timestep.step_type)), timestep
+
+        def step(self, state, action, keys):
+            inner, steps = state
+            inner, timestep = super().step(inner, action, keys)
+            steps = steps + (timestep.step_type != FIRST)
+            over = steps == 14
+            step_type = torch.where(over, LAST, timestep.step_type)
+            return (inner, steps), timestep._replace(
+                step_type=step_type, extras=timestep.extras | {"game_over": over & (step_type == LAST)}
+            )
+
+    env = Limited()
+    agent, variables = make(env, seed)
+    for each in (env, HostEnv(env)):
+        result = evaluate(agent, each, variables, random.key(seed), num_episodes=8)
+        assert result.finished.all() and (result.lengths == 14).all()
+    recording = record_episode(agent, env, variables, random.key(seed), num_episodes=8)
+    step_type = recording.timestep.step_type.flatten()
+    assert (step_type[1:] != FIRST).sum() == 14 and recording.timestep.extras["game_over"][-1] and len(step_type) > 15
+    assert float(recording.rewards.sum()) == pytest.approx(float(result.returns[0]))
 
 
 def test_policies_that_are_no_group_and_what_the_environment_says(seed):

@@ -389,6 +389,13 @@ class TestEval:
         assert out.removeprefix(alone) == f"new/episode.gif: {int(score) + 1} frames, return {score:.1f}\n"
         assert Path("new/episode.gif").read_bytes().startswith(b"GIF89a")
 
+    def test_a_member_of_a_population_plays_the_episodes_of_its_summary_again(self, call: Call):
+        assert call("train", *SMALL, "run_dir=run", "population=2", "seed=3")[0] == 0
+        for member in "01":
+            folder = Path("run/members", member)
+            wanted = json.loads((folder / "summary.json").read_text())["eval_return"]["mean"]
+            assert json.loads(call("eval", str(folder), "--episodes", "2")[1])["mean"] == wanted
+
     def test_of_a_population_the_best_member_is_shown_or_the_one_named(self, call: Call):
         pytest.importorskip("PIL")
         assert call("train", *SMALL, "run_dir=run", "population=3")[0] == 0

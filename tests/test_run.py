@@ -384,6 +384,17 @@ class TestUserEnvironment:
         output, _ = resumed.policy.act(timestep, resumed.agent.initial_state(1), key, explore=False)
         assert output.action.shape == (1,)
 
+    @pytest.mark.parametrize("given", ["+env.transforms=[flatten]", "env.max_episode_steps=3", "env=pendulum"])
+    def test_settings_of_an_environment_are_none_of_an_object(self, given: str):
+        with pytest.raises(
+            ConfigError, match=r"is a setting of an environment that a run makes, and env=MyEnv is made"
+        ):
+            tp.train(env=MyEnv(), overrides=[given])
+
+    def test_a_class_is_no_object(self):
+        with pytest.raises(ConfigError, match=r"env=MyEnv is a class; hand over an environment, e.g. env=MyEnv\(\)\."):
+            tp.train(env=MyEnv)
+
     def test_an_object_of_another_class_is_refused_on_resume(self, tmp_path: Path):
         run(tmp_path / "a", f"total_env_steps={ITERATION}")
         with pytest.raises(ConfigError, match="env.name=object:MyEnv cannot change: .* has cartpole"):

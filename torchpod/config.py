@@ -57,8 +57,8 @@ _RANGES = {
     "learning_rate": (0.0, float("inf")),
     "max_grad_norm": (0.0, float("inf")),
     "epsilon": (0.0, 1.0),
-    "beta1": (0.0, 1.0),
-    "beta2": (0.0, 1.0),
+    "beta1": (0.0, 0.999999),  # of 1 nothing would ever be learned, or divided by 0
+    "beta2": (0.0, 0.999999),
     "discount": (0.0, 1.0),
     "gae_lambda": (0.0, 1.0),
     "lambda_": (0.0, 1.0),
@@ -143,6 +143,8 @@ class EvaluationConfig:
     """How the final policy is judged."""
 
     episodes: int = 100
+    seed: int | None = None
+    """Of the episodes; None: that of the run."""
 
 
 def default_experiment(algo: str, env: Mapping[str, Any]) -> str:
@@ -185,6 +187,11 @@ class TrainConfig:
     def num_iterations(self) -> int:
         """Iterations of the whole run: `total_env_steps`, rounded up to whole iterations."""
         return -(-self.total_env_steps // (self.num_envs * self.algo.unroll_length))
+
+    @property
+    def evaluation_seed(self) -> int:
+        """Of the episodes of the final evaluation."""
+        return self.seed if self.evaluation.seed is None else self.evaluation.seed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, as in config.yaml."""
@@ -259,8 +266,9 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         value = functools.reduce(lambda part, key: getattr(part, key, None), name.split("."), config)
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name}={value} must be at least 1.")
-    if not 0 <= config.seed < 2**63:
-        raise ConfigError(f"seed={config.seed} must be an integer from 0 to 2^63 - 1.")
+    for name, seed in (("seed", config.seed), ("evaluation.seed", config.evaluation_seed)):
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"{name}={seed} must be an integer from 0 to 2^63 - 1.")
     if config.total_env_steps > 2**53:
         raise ConfigError(f"total_env_steps={config.total_env_steps} must be at most 2^53.")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):

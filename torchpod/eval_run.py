@@ -89,7 +89,7 @@ def eval_run(
             agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
         where = torch.device(device if env.traits.pure else "cpu")
         agent, weights = agent.to(where), {name: x.to(where) for name, x in weights.items()}
-        key = random.fold_in(random.key(config.seed if seed is None else seed, where), EVAL_STREAM)
+        key = random.fold_in(random.key(config.evaluation_seed if seed is None else seed, where), EVAL_STREAM)
         torch.set_num_threads(1)
         compiler = Compiler(False, config.population)
         env = watched(env, "the evaluation", config.loop.timeout_s)

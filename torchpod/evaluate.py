@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
     lengths: Tensor
     """`[E]` int64, transitions; resets between the lives of a game are none."""
     finished: Tensor
-    """`[E]` bool; False where `max_steps` came before the end of the episode."""
+    """`[E]` bool; False where `max_steps` transitions came before the end of the episode."""
     groups: dict[str, Tensor]
     """By group `[E]`, what its mean agent received; their sum are the returns. Empty where there are no groups."""
     teams: dict[str, Tensor]
@@ -58,7 +58,8 @@ def evaluate(
       key: `[3]`; every member of a population plays the same episodes.
       num_episodes: E.
       compiler: how to compile; eager if None.
-      max_steps: stop unfinished episodes here; by default at the time limit of the environment, else `MAX_STEPS`.
+      max_steps: transitions, behind which an episode is cut; by default the time limit of the environment, else
+        `MAX_STEPS`.
       num_envs: how many environments on the host there may be at once: more episodes are played in rounds.
       explore: draw actions as in training, instead of the greedy ones.
     """
@@ -91,17 +92,18 @@ def _play(
     ) -> tuple[Carry, Evaluation]:
         carry, _ = step(variables, carry, env_keys, actor_keys)
         extras = carry.timestep.extras
-        received, over = extras["raw_reward"], ~score.finished & extras["game_over"]
+        done = score.finished | (score.lengths >= max_steps)
+        received, over = extras["raw_reward"], ~done & extras["game_over"]
         teams = {name: agent.teams[name](received, 1) for name in score.teams}
         raw, teams = pytree.tree_map(lambda x: x.reshape(num_episodes, -1).mean(-1), (received, teams))
         reward = sum(pytree.tree_leaves(raw))
-        moved = (carry.timestep.step_type != FIRST) & ~score.finished  # the reset between two lives is no step
+        moved = (carry.timestep.step_type != FIRST) & ~done  # the reset between two lives is no step
         return carry, Evaluation(
-            returns=torch.where(score.finished, score.returns, score.returns + reward),
+            returns=torch.where(done, score.returns, score.returns + reward),
             lengths=score.lengths + moved,
             finished=score.finished | over,
-            groups={name: torch.where(score.finished, x, x + raw[name]) for name, x in score.groups.items()},
-            teams={name: torch.where(score.finished, x, x + teams[name]) for name, x in score.teams.items()},
+            groups={name: torch.where(done, x, x + raw[name]) for name, x in score.groups.items()},
+            teams={name: torch.where(done, x, x + teams[name]) for name, x in score.teams.items()},
             episode={name: torch.where(over, extras["episode"][name], x) for name, x in score.episode.items()},
         )
 
@@ -120,8 +122,9 @@ def _play(
         carry, env_keys, actor_keys, score = state
         pure = env.traits.pure
         compiled = compiler(advance, fall_back=agent.may_fall_back) if pure else advance
-        for i in range(max_steps):
+        for i in range(1, 2 * max_steps + 1):  # between two resets there is a transition
             carry, score = compiled(variables, carry, env_keys, actor_keys, score)
-            if (i % 32 == 31 or not pure) and bool(score.finished.all()):
+            looks = i % 32 == 0 or i == max_steps or not pure
+            if looks and bool((score.finished | (score.lengths >= max_steps)).all()):
                 break
     return score

@@ -28,7 +28,7 @@ from torchpod.env import Env
 from torchpod.envs.transforms import innermost
 from torchpod.evaluate import MAX_STEPS
 from torchpod.rollout import make_step, start
-from torchpod.types import TimeStep, Tree
+from torchpod.types import FIRST, TimeStep, Tree
 
 _CHUNK = 64
 """After so many steps one looks whether the episode is over."""
@@ -76,19 +76,22 @@ def record_episode(
 
     with torch.no_grad():
         carry = start(agent, env, env_keys)
-        seen, acted, length, over = [_stack([shown(carry)])], [], 0, False
-        while length < limit and not over:
+        seen, acted, moved, over = [_stack([shown(carry)])], [], 0, False
+        while moved < limit and not over:
             rows, actions = [], []
-            for _ in range(min(every, limit - length)):
+            for _ in range(min(every, limit - moved)):
                 carry, output = step(variables, carry, env_keys, actor_keys)
                 rows.append(shown(carry))
                 actions.append(output.action)
             seen.append(_stack(rows))
             acted.append(_stack(actions))
-            length, over = length + len(rows), bool(seen[-1][0].extras["game_over"].any())
+            moved += int(
+                (seen[-1][0].step_type != FIRST).sum()
+            )  # resets between the lives of a game are no steps of it
+            over = bool(seen[-1][0].extras["game_over"].any())
     (timestep, env_state), action = (_cat(parts) for parts in (seen, acted))
     ends = timestep.extras["game_over"].flatten().nonzero().flatten().tolist()
-    length = ends[0] if ends else length
+    length = ends[0] if ends else len(timestep.step_type) - 1
     whole = pytree.tree_map(lambda x: x[: length + 1], (timestep, env_state))
     return Recording(whole[0], pytree.tree_map(lambda x: x[:length], action), whole[1])
 

@@ -97,6 +97,13 @@ def execute(
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     if env is not None:
+        if isinstance(env, type):
+            raise ConfigError(f"env={env.__name__} is a class; hand over an environment, e.g. env={env.__name__}().")
+        if named := [key for key in config.given if key.partition(".")[0] == "env"]:
+            raise ConfigError(
+                f"{named[0]} is a setting of an environment that a run makes, and env={type(env).__name__} is made "
+                "already; make it as it is to be, with what torchpod.envs.transforms has around it."
+            )
         for module, base, door in (("gymnasium", "Env", "Gymnasium"), ("pettingzoo", "ParallelEnv", "PettingZoo")):
             if module in sys.modules and isinstance(env, getattr(sys.modules[module], base)):
                 kind = type(env).__name__
@@ -253,7 +260,7 @@ def _go_on(
                     loop.agent,
                     watched(env, "the final evaluation", config.loop.timeout_s),
                     {name: x.to(where) for name, x in variables.items()},
-                    random.fold_in(random.key(config.seed, where), EVAL_STREAM),
+                    random.fold_in(random.key(config.evaluation_seed, where), EVAL_STREAM),
                     num_episodes=config.evaluation.episodes,
                     compiler=_compiler(config),
                     num_envs=ranks.share(config.num_envs, "num_envs"),

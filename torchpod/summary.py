@@ -116,6 +116,7 @@ def write_members(
             config,
             population=1,
             seed=config.seed + p,
+            evaluation=replace(config.evaluation, seed=config.evaluation_seed),  # all have played the same episodes
             members={name: [values[p]] for name, values in config.members.items()},
             run_dir=str(folder),
             resume=None,

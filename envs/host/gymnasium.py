@@ -232,6 +232,8 @@ def complete(answer: Any, method: str, name: str) -> Any:
             _, reward, *ends, _ = answer
             if type(reward) is not float and (shape := np.shape(reward)) != ():
                 raise ValueError(f"{name} gave a reward of shape {list(shape)}; give a number.")
+            if isinstance(reward, str | bytes):
+                raise ValueError(f"{name} gave the reward {reward!r}; give a number.")
             for what, end in zip(wanted[2:4], ends, strict=True):
                 if type(end) is not bool and not (np.shape(end) == () and end in (0, 1)):
                     raise ValueError(f"{name} gave {what}={end!r}; give True or False.")

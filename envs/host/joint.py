@@ -82,6 +82,10 @@ class Joint(gymnasium.Env):
     def _said(self, observation: Mapping[Any, Any], reward: Mapping[Any, Any], alive: set[Any]) -> dict[str, Any]:
         for agent in alive - observation.keys():
             raise ValueError(f"{self.name} gave {agent} no observation; give everybody one who is in its agents.")
+        for agent, x in reward.items():
+            if type(x) is not float and ((shape := np.shape(x)) != () or isinstance(x, str | bytes)):
+                given = f"a reward of shape {list(shape)}" if shape != () else f"the reward {x!r}"
+                raise ValueError(f"{self.name} gave {agent} {given}; give a number.")
         return {
             group: {
                 "observation": self._rows(group, observation),

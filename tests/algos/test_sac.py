@@ -10,7 +10,7 @@ from torch.distributions.transforms import AffineTransform, TanhTransform
 
 from tests.algos.references import CONTINUOUS, ROWS, critic, network, perturbed, rows_of, to_batch
 from torchpod import random
-from torchpod.agent import bind
+from torchpod.agent import bind, variables_of
 from torchpod.algos.sac import LOG_STD, SAC, DiscreteSAC, SACConfig, sac_agent
 from torchpod.compile import Compiler
 from torchpod.envs.bsuite.catch import Catch
@@ -56,7 +56,7 @@ def reference_continuous(params, targets, b):
         errors = [y - q for q in critics(params, b["observation"][i], b["action"][i])]
         action, log_prob = draw(b["observation"][i], b["noise"][i])
         policy = alpha * log_prob - min(critics(params, b["observation"][i], action))
-        losses += b["weight"][i] * np.array([policy, sum(e * e for e in errors) / 2, -alpha * (log_prob - 2)])
+        losses += b["weight"][i] * np.array([policy, sum(e * e for e in errors) / 2, -alpha * (log_prob + 2 * (math.log(4.0) - 1))])
         td.append(np.abs(errors).mean())
     return dict(zip(("policy", "value", "temperature"), losses, strict=True)), td
 
@@ -248,8 +248,34 @@ def test_the_actions_choose_the_agent_and_wrong_ones_are_refused():
         SAC(CONTINUOUS, SACConfig(initial_alpha=0.0))
 
 
+def test_the_temperature_is_the_same_whatever_the_units_of_actions(seed):
+    """An entropy of -A in [-1, 1], which a box of half width 0.1 cannot reach in its own units."""
+    temperatures, generator = [], torch.Generator().manual_seed(seed)
+    columns = torch.randn(120, 32, 2, generator=generator)
+    for half in (0.1, 1.0, 10.0):
+        torch.manual_seed(seed)
+        agent = SAC(EnvSpec("box", Array((2,)), Box((2,), -half, half)), SACConfig(hidden=(16,)))
+        rates = {"policy": 3e-3, "value": 3e-3, "temperature": 3e-2}
+        learner = Learner(
+            agent, LearnerConfig(1, 1, learning_rate=rates, anneal_learning_rate=False), num_iterations=120
+        )
+        params, buffers = variables_of(agent)
+        state = learner.init(params, buffers)
+        for i, x in enumerate(columns):
+            rows = {name: x for name in ("observation", "next_observation", "noise", "next_noise")}
+            rows |= {"action": x.tanh(), "reward": -x.tanh().square().sum(-1)}
+            rows |= {"discount": torch.zeros(32), "weight": torch.ones(32)}
+            batch = Batch({name: column[None] for name, column in rows.items()})
+            state, _, _ = learner.learn(state, batch, learner.dealer.moments_of(batch.steps), random.key(i))
+        temperatures.append(state.params["log_alpha"].exp())
+    torch.testing.assert_close(torch.stack(temperatures), temperatures[1].expand(3), rtol=1e-3, atol=0)
+    assert temperatures[1] < 1
+
+
 def test_the_target_entropy_is_that_of_the_papers_or_given():
-    assert sac_agent(CONTINUOUS).target_entropy == -2
+    assert sac_agent(EnvSpec("unit", Array((5,)), Box((2,), -1.0, 1.0))).target_entropy == -2
+    wide = 2 * (math.log(4.0) - 1)  # the same policy in a box of half width 4
+    assert sac_agent(CONTINUOUS).target_entropy.item() == pytest.approx(wide)
     assert sac_agent(DISCRETE).target_entropy.item() == pytest.approx(0.98 * math.log(3))
     assert sac_agent(CONTINUOUS, SACConfig(target_entropy=0.5)).target_entropy == 0.5
 

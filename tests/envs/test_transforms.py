@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -6,9 +7,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import random_action
 from torchpod.config import ConfigError, load
 from torchpod.env import HostEnv, TensorEnv
-from torchpod.envs import CartPole, Catch
+from torchpod.envs import CartPole, Catch, TagContinuous
 from torchpod.envs.transforms import (
     TRANSFORMS,
     ActionRepeat,
@@ -24,7 +26,7 @@ from torchpod.envs.transforms import (
 from torchpod.makers import make_env
 from torchpod.run import execute
 from torchpod.sebulba import loop as sebulba_loop
-from torchpod.specs import Array, Box, Discrete, EnvSpec
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID
 
@@ -204,6 +206,10 @@ def test_clipped_rewards_leave_the_raw_ones(seed):
     raw = torch.stack([t.extras["raw_reward"] for t in seen])
     assert raw.max() == 8
     assert torch.equal(torch.stack([t.reward for t in seen]), raw.clamp(max=3.0))
+    seen, _ = play(RewardClip(Diary(), 2.0, 3.0), 40, seed)
+    first = torch.stack([t.step_type == FIRST for t in seen])
+    clipped = torch.stack([t.extras["raw_reward"] for t in seen]).clamp(2.0, 3.0)
+    assert torch.equal(torch.stack([t.reward for t in seen]), torch.where(first, 0.0, clipped)) and first[1:].any()
 
 
 def test_a_flat_observation_holds_everything_but_the_mask(seed):
@@ -249,6 +255,39 @@ def test_a_time_limit_truncates_and_does_not_terminate(wrap, seed):
     truncated = [(t.step_type == LAST) & (t.discount == 1) for t in seen]
     assert torch.stack(truncated).any()
     assert time_limit(Diary(), 100).spec.max_episode_steps == 20
+
+
+def test_an_environment_that_knows_its_limit_knows_the_shorter_one(seed):
+    """Of Tag what is observed of time, and what runners get who are left at the end."""
+    rewards, times = [], []
+    options = {"num_taggers": 1, "num_runners": 3, "num_other_agents_observed": 2}
+    for env in (TagContinuous(max_episode_steps=9, **options), time_limit(TagContinuous(**options), 9)):
+        own = random.split(random.key(seed), B)
+        state, timestep = env.init(random.at(own, 0))
+        seen = [timestep]
+        for step in range(1, 10):
+            action = random_action(env.spec, timestep.observation, random.at(random.fold_in(own, 9), step))
+            state, timestep = env.step(state, action, random.at(own, step))
+            seen.append(timestep)
+        assert (timestep.step_type == LAST).all()
+        rewards.append(torch.stack([t.reward["runner"] for t in seen]))
+        times.append(torch.cat([t.observation["runner"].flatten() for t in seen]))
+    assert torch.equal(*rewards) and torch.equal(*times) and rewards[0][9].max() > 0
+
+
+def test_frames_of_several_choices_are_one_behind_the_other(seed):
+    class Choices(Diary):
+        def __init__(self):
+            super().__init__()
+            self.spec = dataclasses.replace(self.spec, observation=MultiDiscrete((4, 2)))
+
+        def observe(self, state):
+            return torch.stack([state[:, 0] % 4, state[:, 0] % 2], -1)
+
+    env = FrameStack(Choices(), 3)
+    assert env.spec.observation == MultiDiscrete((4, 2, 4, 2, 4, 2))
+    seen, _ = play(env, 12, seed)
+    assert torch.equal(seen[2].observation[:, 4:], seen[3].observation[:, 2:4])
 
 
 def test_gymnasium_repeats_and_stops_by_itself():

@@ -11,7 +11,7 @@ from torchpod.algos.r2d2 import R2D2, R2D2Config
 from torchpod.algos.sac import DiscreteSAC, SACConfig
 from torchpod.nets import GRUCell, LSTMCell, make_torso
 from torchpod.nets.nets import STATE
-from torchpod.specs import Array, Discrete, EnvSpec, shape_of
+from torchpod.specs import Array, Box, Discrete, EnvSpec, shape_of
 
 
 def test_the_gru_cell_equals_torchs():
@@ -65,6 +65,14 @@ def test_the_deep_torso_grows_by_width_and_depth():
     grown = make_torso("impala_deep", (16, 16, 1), channels=(), hidden=0, width=2, depth=3)
     convs = [m for m in grown.modules() if isinstance(m, torch.nn.Conv2d)]
     assert len(convs) == 3 * (1 + 3 * 2 * 2) and {m.out_channels for m in convs} == {32, 64}
+
+
+def test_an_observation_of_two_levels_is_refused_with_the_transform_that_makes_it_one():
+    spec = EnvSpec("nest", {"near": {"wall": Box((2,)), "food": Box(())}, "time": Box(())}, Discrete(2))
+    with pytest.raises(
+        ValueError, match=r"observation\['near'\] has .* \['food', 'wall'\].*env.transforms=\[flatten\]"
+    ):
+        PPO(spec, PPOConfig())
 
 
 def test_bytes_are_scaled_and_what_cannot_be_is_refused():

@@ -410,6 +410,17 @@ def test_a_broken_environment_is_named(make, rule):
         check_env(make(), compile=False)
 
 
+class View(Walk):
+    """Its first state is a part of a block of words, in every second place of memory."""
+
+    def reset(self, keys):
+        return (random.uniform(keys, 2) - 0.5)[:, :1]
+
+
+def test_states_may_be_views():
+    check_env(View())
+
+
 def test_copies_that_nobody_steps_side_by_side_may_share():
     check_env(SharesSimulator(Walk()), copies=False)
     check_env(CopiesSimulator(Walk()))

@@ -163,6 +163,12 @@ def choose_torso(
 def _seen(spec: specs.SpecTree, sees_state: bool = False) -> dict[str | None, Any]:
     """What networks see of an observation, by name; what is no dict has the name None."""
     hidden_from_it = ("action_mask",) if sees_state else ("action_mask", STATE)
+    for name, inner in spec.items() if isinstance(spec, dict) else ():
+        if isinstance(inner, dict) and name not in hidden_from_it:
+            raise ValueError(
+                f"observation[{name!r}] has entries of its own, {sorted(inner)}, and networks see one level of names; "
+                "add '+env.transforms=[flatten]'."
+            )
     return {k: spec[k] for k in sorted(spec) if k not in hidden_from_it} if isinstance(spec, dict) else {None: spec}
 
 

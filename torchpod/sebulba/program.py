@@ -156,7 +156,7 @@ def train(
         with contextlib.suppress(Exception):  # what was raised first is what went wrong
             sebulba.close()
         raise
-    compile_s = time.perf_counter() - began
+    compile_s = time.perf_counter() - began if sebulba.compiler.enabled else 0.0
     try:
         program.begin()
         while iteration < until:

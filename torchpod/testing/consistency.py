@@ -40,6 +40,7 @@ from torchpod.env import Env, TensorEnv
 from torchpod.graph import Replay
 from torchpod.specs import EnvSpec
 from torchpod.testing.contract import named_leaves, require_no_reading
+from torchpod.trees import contiguous
 from torchpod.types import FIRST, LAST, TimeStep, Tree
 
 UNSAID = "; where agents leave, or discounts are others, let it return them as one value more"
@@ -103,7 +104,11 @@ def check_consistency(
     tolerance = _Tolerance(rtol, atol, atol if reward_atol is None else reward_atol)
     rows = [_Row(env, copy.deepcopy(reference), i, tolerance) for i in range(num_envs)]
     keys, action_keys = (random.split(random.fold_in(random.key(seed, device), i), num_envs) for i in range(2))
-    init, step = _told(env.init), _told(Compiler(compile)(env.step))
+
+    def contiguous_step(state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        return contiguous(env.step(state, action, keys))  # as the loops do
+
+    init, step = _told(lambda keys: contiguous(env.init(keys))), _told(Compiler(compile)(contiguous_step))
     with torch.no_grad():
         state, timestep = init(random.at(keys, 0))
         if capture:

@@ -30,6 +30,7 @@ from torchpod.testing.contract import (
     written,
 )
 from torchpod.testing.kernels import compare_with_fakes
+from torchpod.trees import contiguous
 from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -445,8 +446,12 @@ def _check_vmap(env: Env, keys: Tensor, calls: list[_Call]) -> None:
 
 def _check_compiled(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> None:
     """Plays again with a compiled step, fed with its own results as in the loops, and compares some steps."""
-    step = Compiler(enabled=True)(env.step)
-    state, timestep = env.init(random.at(env_keys, 0))
+
+    def contiguous_step(state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        return contiguous(env.step(state, action, keys))
+
+    step = Compiler(enabled=True)(contiguous_step)
+    state, timestep = contiguous(env.init(random.at(env_keys, 0)))  # as the loops do
     left = 8
     for i in range(1, num_steps + 1):
         action = random_action(env.spec, timestep.observation, random.at(action_keys, i))

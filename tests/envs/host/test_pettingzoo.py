@@ -478,6 +478,24 @@ def test_an_observation_of_another_shape_than_its_space_is_named():
         env.step(None, nothing, keys(2))
 
 
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [(np.array([1.0]), "a reward of shape [1]"), ("much", "the reward 'much'")],
+    ids=["array", "text"],
+)
+def test_a_reward_that_is_no_number_is_named(reward, told):
+    class Generous(Leaving):
+        def step(self, actions):
+            observation, _, *ends = super().step(actions)
+            return observation, dict.fromkeys(actions, reward), *ends
+
+    env = PettingZoo(Generous)
+    env.init(keys(2))
+    nothing = {"wolf": torch.zeros(2, 2, dtype=torch.int64), "sheep": torch.zeros(2, 1, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=rf"leaving gave \w+ {re.escape(told)}; give a number\."):
+        env.step(None, nothing, keys(2))
+
+
 def test_somebody_without_an_observation_is_named():
     with pytest.raises(
         ValueError, match="leaving gave sheep_0 no observation; give everybody one who is in its agents."
