@@ -56,7 +56,8 @@ def reference_continuous(params, targets, b):
         errors = [y - q for q in critics(params, b["observation"][i], b["action"][i])]
         action, log_prob = draw(b["observation"][i], b["noise"][i])
         policy = alpha * log_prob - min(critics(params, b["observation"][i], action))
-        losses += b["weight"][i] * np.array([policy, sum(e * e for e in errors) / 2, -alpha * (log_prob + 2 * (math.log(4.0) - 1))])
+        temperature = -alpha * (log_prob + 2 * (math.log(4.0) - 1))  # in a box of half width 4
+        losses += b["weight"][i] * np.array([policy, sum(e * e for e in errors) / 2, temperature])
         td.append(np.abs(errors).mean())
     return dict(zip(("policy", "value", "temperature"), losses, strict=True)), td
 

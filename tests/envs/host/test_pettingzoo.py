@@ -485,7 +485,7 @@ def test_an_observation_of_another_shape_than_its_space_is_named():
 )
 def test_a_reward_that_is_no_number_is_named(reward, told):
     class Generous(Leaving):
-        def step(self, actions):
+        def step(self, actions) -> Any:
             observation, _, *ends = super().step(actions)
             return observation, dict.fromkeys(actions, reward), *ends
 
