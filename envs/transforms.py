@@ -314,6 +314,9 @@ def innermost(env: Env, state: Tree) -> tuple[Env, Tree]:
 def time_limit(env: Env, max_episode_steps: int) -> Env:
     """The environment with episodes truncated after so many steps, or earlier if it has a shorter limit.
 
+    A tensor environment that knows its limit (`self.max_episode_steps`) is told the shorter one, and does at the end
+    what it does at its own: Tag pays who is left, the economy with `terminal` ends.
+
     Raises:
       ValueError: for an environment that has no way to do so.
     """
@@ -323,8 +326,8 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     if isinstance(env, TensorEnv):
         new = copy.copy(env)
         new.spec = dataclasses.replace(env.spec, max_episode_steps=max_episode_steps)
-        if hasattr(new, "max_episode_steps"):  # one that knows how much time is left
-            new.max_episode_steps = max_episode_steps  # pyright: ignore[reportAttributeAccessIssue]
+        if "max_episode_steps" in vars(new):  # one that knows how much time is left
+            vars(new)["max_episode_steps"] = max_episode_steps
         return new
     if not hasattr(env, "limited"):
         raise ValueError(f"time_limit cannot shorten {env.spec.name}; give it a limit of its own.")

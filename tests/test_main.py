@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -490,6 +491,24 @@ class TestUnread:
 
     def test_a_list_ends_without_a_word(self, tmp_path: Path):
         assert self.left(tmp_path, 0, "list", "envs") == (1, "")
+
+    def test_an_interruption_is_told_where_nobody_reads_either(self, tmp_path: Path):
+        """As of `train | tee FILE`, where Ctrl-C ends both."""
+        settings = [x for x in SMALL if not x.startswith(("logger", "total"))]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torchpod", "train", *settings, "total_env_steps=100000000", "run_dir=run"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None and process.stderr is not None and process.stdout.readline()
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        with process.stderr as errors:
+            told = errors.read()
+        saved = int(checkpoint.latest(tmp_path / "run").name)
+        assert (process.wait(60), told) == (130, f"torchpod: stopped at iteration {saved}; go on with resume=run\n")
 
     def test_training_saves_what_there_is(self, tmp_path: Path):
         settings = [x for x in SMALL if not x.startswith(("logger", "total"))]

@@ -9,7 +9,7 @@ from torchpod import progress
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import EnvPool, Gymnasium
-from torchpod.progress import Advice, ConsoleSink, advise
+from torchpod.progress import Advice, ConsoleSink, UnreadError, _Console, advise
 
 # The console
 
@@ -202,3 +202,17 @@ def test_an_environment_knows_what_makes_it_faster(monkeypatch):
     settings = ((1, False), (1, True), (2, False), (2, True))
     told = [advise(env, **GIVEN | {"pools": n, "one_stands_still": waits}).environments for n, waits in settings]
     assert told == [*["raise env.num_threads"] * 2, "they have a thread for every core", "set loop.pools_per_actor=2"]
+
+
+def test_a_run_that_is_over_does_not_hear_that_nobody_reads():
+    """What ended it is to be told, or its evaluation to be done."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    sink = ConsoleSink(100, 10, console=_Console(file=Closed()))
+    with pytest.raises(UnreadError):
+        sink.write({"env_steps": 10, "iteration": 1})
+    sink.write({"env_steps": 20, "iteration": 2})  # shown by close
+    sink.close()

@@ -9,7 +9,7 @@ minibatches, and one flat gradient per optimizer step.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -113,6 +113,10 @@ class Learner:
         self.iterations_before = 0  # that only fill replay
         self._schedules = config.schedules or {}
         self.groups = Groups(agent)
+        for group in set(agent.policy_groups) - self.groups.names.keys():
+            raise ValueError(
+                f"policy_groups has {group!r}, the agent has optimizer groups {sorted(self.groups.names)}."
+            )
         self._max_grad_norm = self._by_group("max_grad_norm", config.max_grad_norm)
         self._annealed = tuple(dict.fromkeys((*config.anneal, *agent.annealed)))
         compiler = compiler or Compiler(enabled=False)
@@ -165,7 +169,11 @@ class Learner:
             nu={group: x.clone() for group, x in moments.items()},
             learning_rate={k: torch.tensor(float(v), device=device) for k, v in rates.items()},
             num_steps=torch.zeros((), dtype=torch.int64, device=device),
-            taken={x: torch.zeros((), dtype=torch.int64, device=device) for x in self.agent.policy_groups},
+            taken={
+                group: torch.zeros((), dtype=torch.int64, device=device)
+                for group in groups
+                if group in self.agent.policy_groups
+            },
             healthy=torch.ones((), dtype=torch.bool, device=device),
         )
 
@@ -500,7 +508,6 @@ class Learner:
             due = step % interval == 0 if interval > 1 else None
             if group in state.taken:
                 played = columns[_PLAYED + group] > 0
-                of_policies[group] = torch.where(played, taken, state.taken[group])
                 norms[group] = torch.where(played, norm, torch.nan)
                 own = [x for x in columns if x.startswith(f"{group}/") or x == f"loss/{group}"]
                 columns |= {x: torch.where(played, columns[x], torch.nan) for x in own}
@@ -509,6 +516,8 @@ class Learner:
                 mu[group] = torch.where(due, mu[group], state.mu[group])
                 nu[group] = torch.where(due, nu[group], state.nu[group])
                 steps[group] = torch.where(due, steps[group], 0.0)
+            if group in state.taken:
+                of_policies[group] = torch.where(cast(Tensor, due), taken, state.taken[group])
         params = {name: state.params[name] - step for name, step in self.groups.by_parameter(steps).items()}
         rate = self.agent.target_rate or 0.0
         if self.agent.target_interval > 1:

@@ -52,14 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _dispatch(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt as error:
         print(f"torchpod: {error if isinstance(error, Interrupted) else 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError as error:  # `torchpod list envs | head`
-        with contextlib.suppress(OSError, ValueError):  # or Python writes the rest at its end, and fails again
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError
+        ):  # or Python writes the rest at its end, and fails again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if os.environ.get("TORCHPOD_TRACEBACK") == "1":
+            raise
         if notes := getattr(error, "__notes__", ()):
             print(f"torchpod: stopped, for nobody reads what it prints. {' '.join(notes)}", file=sys.stderr)
         return 1

@@ -1,6 +1,7 @@
 """What a run shows of itself while it trains: a progress bar, or plain lines. Read metrics.py first."""
 
 import collections
+import contextlib
 import math
 import sys
 import time
@@ -71,11 +72,15 @@ def advise(
     return Advice(environments, turns, update)
 
 
+class UnreadError(BrokenPipeError):
+    """Nobody reads what is printed any more."""
+
+
 class _Console(Console):
     """Where nobody reads any more, the run hears of it, and saves what there is; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError("nobody reads what is printed")
+        raise UnreadError("nobody reads what is printed")
 
 
 class ConsoleSink:
@@ -130,10 +135,11 @@ class ConsoleSink:
             self._show(row, now)
 
     def close(self) -> None:
-        if self._unshown is not None:
-            self._show(self._unshown, self._clock())
-        if self._progress is not None:
-            self._progress.stop()
+        with contextlib.suppress(UnreadError):  # the run is over, and has other things to say
+            if self._unshown is not None:
+                self._show(self._unshown, self._clock())
+            if self._progress is not None:
+                self._progress.stop()
 
     def _show(self, row: Row, now: float) -> None:
         self._shown_at, self._unshown = now, None

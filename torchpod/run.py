@@ -29,11 +29,12 @@ from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig, nearest
 from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env, close_all
+from torchpod.envs.transforms import Transform
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
 from torchpod.metrics import Logger, Sink
 from torchpod.policies import begun
-from torchpod.progress import ConsoleSink, advise
+from torchpod.progress import ConsoleSink, UnreadError, advise
 from torchpod.replay.segments import Segments
 from torchpod.run_folder import (
     changes,
@@ -380,7 +381,7 @@ def _train(
             failure = error
             if timing.steps and isinstance(error, ValueError | ImportError):  # the agent's, not that of a setting
                 failure = LearnerError(f"iteration {int(state.iteration.flatten()[0]) + 1} failed: {sentence(error)}")
-            unread = isinstance(error, BrokenPipeError)  # `torchpod train ... | tee FILE`, where tee has ended
+            unread = isinstance(error, UnreadError)  # `torchpod train ... | tee FILE`, where tee has ended
             if unread or (isinstance(loop, Sebulba) and not isinstance(error, OSError)):
                 stop.pause()
                 if lost := keeper.rescue(state, timing):
@@ -467,8 +468,11 @@ def _check_env(env: Env, config: TrainConfig, device: torch.device) -> None:
     with _contract(f"env={config.env['name']}", "within 100 steps"):
         seen = watched(env, "the check of its first 100 steps", config.loop.timeout_s)
         where = device if env.traits.pure else "cpu"
-        pools = max(1, config.loop.num_actor_threads) * config.loop.pools_per_actor
-        copies = pools > 1 and not type(env).__module__.startswith("torchpod.")  # ours make all they need in `init`
+        pools, inner = max(1, config.loop.num_actor_threads) * config.loop.pools_per_actor, env
+        while isinstance(inner, Transform):
+            inner = inner.env
+        # Ours make all they need in `init`.
+        copies = (pools > 1 or config.loop.split is not None) and not type(inner).__module__.startswith("torchpod.")
         check_env(seen, num_envs=4, num_steps=100, device=where, compile=False, copies=copies)
 
 

@@ -7,6 +7,7 @@ import functools
 import math
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
@@ -65,7 +66,7 @@ class Gymnasium:
     def __init__(self, task: str | Callable[[], Any], *, processes: bool = False, **options: Any) -> None:
         import gymnasium
 
-        if isinstance(task, str) and ".py" in task:
+        if isinstance(task, str) and re.search(r"\.py(:|$)", task):
             raise ValueError(
                 f"task={task!r} looks like a file, and gymnasium.make takes registered ids; a class or a function in a "
                 f"file is env={task}, in place of env=gymnasium."

@@ -83,7 +83,9 @@ class Joint(gymnasium.Env):
         for agent in alive - observation.keys():
             raise ValueError(f"{self.name} gave {agent} no observation; give everybody one who is in its agents.")
         for agent, x in reward.items():
-            if type(x) is not float and ((shape := np.shape(x)) != () or isinstance(x, str | bytes)):
+            if not isinstance(x, float | int | np.number) and (
+                (shape := np.shape(x)) != () or isinstance(x, str | bytes)
+            ):
                 given = f"a reward of shape {list(shape)}" if shape != () else f"the reward {x!r}"
                 raise ValueError(f"{self.name} gave {agent} {given}; give a number.")
         return {

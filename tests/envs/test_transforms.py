@@ -277,6 +277,15 @@ def test_an_environment_that_knows_its_limit_knows_the_shorter_one(seed):
     assert torch.equal(*rewards) and torch.equal(*times) and rewards[0][9].max() > 0
 
 
+def test_a_limit_that_is_no_attribute_stays_what_it_is():
+    class Computed(Diary):
+        @property
+        def max_episode_steps(self):
+            return self.spec.max_episode_steps
+
+    assert time_limit(Computed(), 4).max_episode_steps == 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_frames_of_several_choices_are_one_behind_the_other(seed):
     class Choices(Diary):
         def __init__(self):

@@ -487,7 +487,9 @@ def test_a_disk_without_room_for_the_ring_is_told_at_the_first_checkpoint(
         warnings.simplefilter("always")
         execute(load(config))
     told = [
-        str(x.message) for x in caught if "GiB of replay, 0.0 are there, and the disk has 0.0 left" in str(x.message)
+        str(x.message)
+        for x in caught
+        if "GiB of replay, 0.0 are there, and the disk has 0.0 left for it" in str(x.message)
     ]
     assert len(told) == warned
 

@@ -674,4 +674,6 @@ def test_an_environment_whose_copies_share_what_they_step_is_for_one_pool(capsys
     settings = "env=corridor.py:Shared", f"total_env_steps={4 * STEPS}"
     assert train(*settings) == 1
     assert "Shared breaks the contract: Copies of an environment on the host (copy.copy," in capsys.readouterr().err
+    assert train(*settings, "+env.transforms=[reward_clip]") == 1
+    assert "Shared breaks the contract: Copies of an environment on the host (copy.copy," in capsys.readouterr().err
     assert train(*settings, "loop.num_actor_threads=1") == 0

@@ -167,7 +167,7 @@ def _seen(spec: specs.SpecTree, sees_state: bool = False) -> dict[str | None, An
         if isinstance(inner, dict) and name not in hidden_from_it:
             raise ValueError(
                 f"observation[{name!r}] has entries of its own, {sorted(inner)}, and networks see one level of names; "
-                "add '+env.transforms=[flatten]'."
+                "add '+env.transforms=[flatten]', or torchpod.envs.transforms.Flatten."
             )
     return {k: spec[k] for k in sorted(spec) if k not in hidden_from_it} if isinstance(spec, dict) else {None: spec}
 

@@ -69,14 +69,18 @@ class Segments:
         return json.dumps(self._digests, indent=1).encode()
 
     def _look_for_room(self, most: int) -> None:
-        """Warns at the first checkpoint if the disk has no room for so many bytes, with the files that there are."""
+        """Warns at the first checkpoint if the disk has no room for so many bytes, with the files that there are.
+
+        That is the least: what only older checkpoints list comes on top.
+        """
         there = sum(path.stat().st_size for path in self._folder.glob("*.pt"))
-        free, _ = free_bytes(torch.device("cpu"), host=False, folder=str(self._run_dir))
+        free, _ = free_bytes(torch.device("cpu"), host=False, folder=str(self._run_dir))  # this rank's share
         if most - there > free:
             warnings.warn(
-                f"{self._folder} will hold {most / 2**30:.1f} GiB of replay, {there / 2**30:.1f} are there, and the "
-                f"disk has {free / 2**30:.1f} left; free some space, or stop and lower algo.replay.capacity or choose "
-                "another folder with run_dir=DIR, for a checkpoint that finds no room ends the run.",
+                f"{self._folder} will hold at least {most / 2**30:.1f} GiB of replay, {there / 2**30:.1f} are there, "
+                f"and the disk has {free / 2**30:.1f} left for it; free some space, or stop and lower "
+                "algo.replay.capacity or choose another folder with run_dir=DIR, for a checkpoint that finds no room "
+                "ends the run.",
                 stacklevel=2,
             )
 
