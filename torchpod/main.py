@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"torchpod: {error if isinstance(error, Interrupted) else 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError as error:  # `torchpod list envs | head`
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # or Python writes the rest at its end, and fails again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Or Python writes the rest at its end, and fails again.
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stdout is not None:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise
         if notes := getattr(error, "__notes__", ()):
