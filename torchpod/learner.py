@@ -9,7 +9,7 @@ minibatches, and one flat gradient per optimizer step.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -486,9 +486,10 @@ class Learner:
         mu, nu, steps, norms, of_policies = {}, {}, {}, {}, {}
         for group, gradient in zip(self.groups.names, gradients, strict=True):
             interval = self.agent.optimizer_intervals.get(group, 1)
-            taken = step if interval == 1 else torch.div(step, interval, rounding_mode="floor").clamp(min=1)
             if group in state.taken:
                 taken = state.taken[group] + 1
+            else:
+                taken = step if interval == 1 else torch.div(step, interval, rounding_mode="floor").clamp(min=1)
             # 1 - beta^taken, which in float32 would lose four digits of beta2 at the first step
             correct1, correct2 = (-torch.expm1(taken * math.log(max(beta, 1e-30))) for beta in (c.beta1, c.beta2))
             # 1e-30 keeps square roots differentiable at 0, for gradients through updates
@@ -516,8 +517,8 @@ class Learner:
                 mu[group] = torch.where(due, mu[group], state.mu[group])
                 nu[group] = torch.where(due, nu[group], state.nu[group])
                 steps[group] = torch.where(due, steps[group], 0.0)
-            if group in state.taken:
-                of_policies[group] = torch.where(cast(Tensor, due), taken, state.taken[group])
+                if group in state.taken:
+                    of_policies[group] = torch.where(due, taken, state.taken[group])
         params = {name: state.params[name] - step for name, step in self.groups.by_parameter(steps).items()}
         rate = self.agent.target_rate or 0.0
         if self.agent.target_interval > 1:

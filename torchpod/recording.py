@@ -85,9 +85,7 @@ def record_episode(
                 actions.append(output.action)
             seen.append(_stack(rows))
             acted.append(_stack(actions))
-            moved += int(
-                (seen[-1][0].step_type != FIRST).sum()
-            )  # resets between the lives of a game are no steps of it
+            moved += int((seen[-1][0].step_type != FIRST).sum())  # the reset between two lives is no step
             over = bool(seen[-1][0].extras["game_over"].any())
     (timestep, env_state), action = (_cat(parts) for parts in (seen, acted))
     ends = timestep.extras["game_over"].flatten().nonzero().flatten().tolist()

@@ -225,16 +225,23 @@ def _repeating(env: Any, num: int) -> Any:
     return Repeating(env)
 
 
+def require_number(reward: Any, who: str) -> None:
+    """Raises `ValueError`, with a sentence that begins with `who`, for what is no reward."""
+    if isinstance(reward, float | int | np.number):
+        return
+    if (shape := np.shape(reward)) != ():
+        raise ValueError(f"{who} a reward of shape {list(shape)}; give a number.")
+    if isinstance(reward, str | bytes):
+        raise ValueError(f"{who} the reward {reward!r}; give a number.")
+
+
 def complete(answer: Any, method: str, name: str) -> Any:
     """What `reset` or `step` returned; raises `ValueError` if it is not what Gymnasium asks for."""
     wanted = _ANSWERS[method]
     if isinstance(answer, tuple) and len(answer) == len(wanted):
         if method == "step":
             _, reward, *ends, _ = answer
-            if type(reward) is not float and (shape := np.shape(reward)) != ():
-                raise ValueError(f"{name} gave a reward of shape {list(shape)}; give a number.")
-            if isinstance(reward, str | bytes):
-                raise ValueError(f"{name} gave the reward {reward!r}; give a number.")
+            require_number(reward, f"{name} gave")
             for what, end in zip(wanted[2:4], ends, strict=True):
                 if type(end) is not bool and not (np.shape(end) == () and end in (0, 1)):
                     raise ValueError(f"{name} gave {what}={end!r}; give True or False.")

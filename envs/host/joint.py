@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import turn_based_aec_to_parallel_wrapper
 
-from torchpod.envs.host.gymnasium import misfit
+from torchpod.envs.host.gymnasium import misfit, require_number
 
 Groups = dict[str, list[Any]]
 """The agents of each group, in the order of their rows."""
@@ -83,11 +83,7 @@ class Joint(gymnasium.Env):
         for agent in alive - observation.keys():
             raise ValueError(f"{self.name} gave {agent} no observation; give everybody one who is in its agents.")
         for agent, x in reward.items():
-            if not isinstance(x, float | int | np.number) and (
-                (shape := np.shape(x)) != () or isinstance(x, str | bytes)
-            ):
-                given = f"a reward of shape {list(shape)}" if shape != () else f"the reward {x!r}"
-                raise ValueError(f"{self.name} gave {agent} {given}; give a number.")
+            require_number(x, f"{self.name} gave {agent}")
         return {
             group: {
                 "observation": self._rows(group, observation),

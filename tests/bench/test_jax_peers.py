@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
@@ -20,7 +19,7 @@ has_brax = pytest.mark.skipif(importlib.util.find_spec("brax") is None, reason="
 def run(interpreter: str, driver: str, *arguments: object) -> dict:
     """The JSON line of a driver in bench/peers."""
     command = [interpreter, str(harness.ROOT / "bench" / "peers" / driver), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

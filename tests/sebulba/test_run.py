@@ -15,11 +15,16 @@ import gymnasium
 import pytest
 import torch
 
+from tests.testing.test_check_env import SharesSimulator
 from torchpod import checkpoint, random
+from torchpod.config import ConfigError, load
 from torchpod.env import close_all
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.transforms import RewardClip
 from torchpod.main import main
 from torchpod.makers import make_env
 from torchpod.progress import ConsoleSink
+from torchpod.run import execute
 from torchpod.sebulba import Sebulba
 from torchpod.sebulba import loop as sebulba_loop
 from torchpod.watched import HostError, Watched
@@ -41,9 +46,6 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
-
-from torchpod.env import HostEnv
-from torchpod.envs.classic.cartpole import CartPole
 
 
 class Corridor(gymnasium.Env):
@@ -161,22 +163,6 @@ class Faulty(Corridor):
 
 def corridor(length: int = 3) -> gymnasium.Env:
     return Corridor(length)
-
-
-class Shared(HostEnv):
-    """Its simulator is made before copies are, which step one and the same."""
-
-    def __init__(self):
-        super().__init__(CartPole(max_episode_steps=7))
-        self.simulator = {}
-
-    def init(self, keys):
-        self.simulator["state"], timestep = self._env.init(keys)
-        return None, timestep
-
-    def step(self, state, action, keys):
-        self.simulator["state"], timestep = self._env.step(self.simulator["state"], action, keys)
-        return None, timestep
 '''
 AGENT = '''
 from pathlib import Path
@@ -670,10 +656,11 @@ def test_two_processes_do_not_share_a_run_folder(start, capsys):
     process.communicate(timeout=60)
 
 
-def test_an_environment_whose_copies_share_what_they_step_is_for_one_pool(capsys):
-    settings = "env=corridor.py:Shared", f"total_env_steps={4 * STEPS}"
-    assert train(*settings) == 1
-    assert "Shared breaks the contract: Copies of an environment on the host (copy.copy," in capsys.readouterr().err
-    assert train(*settings, "+env.transforms=[reward_clip]") == 1
-    assert "Shared breaks the contract: Copies of an environment on the host (copy.copy," in capsys.readouterr().err
-    assert train(*settings, "loop.num_actor_threads=1") == 0
+def test_an_environment_whose_copies_share_what_they_step_is_for_one_pool():
+    env, settings = SharesSimulator(CartPole(max_episode_steps=7)), [*SMALL, f"total_env_steps={4 * STEPS}"]
+    for shared in (env, RewardClip(env)):
+        with pytest.raises(
+            ConfigError, match=r"breaks the contract: Copies of an environment on the host \(copy.copy,"
+        ):
+            execute(load(settings), env=shared)
+    assert execute(load([*settings, "loop.num_actor_threads=1"]), env=env).summary["env_steps"] > 0
