@@ -59,6 +59,12 @@ def minatar_breakout() -> Work:
     return Work(Breakout(), agent, LearnerConfig(num_minibatches=8, learning_rate=5e-3))
 
 
+def pendulum() -> Work:
+    """With the discount and the costs of experiment=pendulum: with those of CartPole neither side learns it."""
+    agent = PPOConfig(discount=0.95, entropy_coefficient=0.0, reward_scale=0.1)
+    return Work(Pendulum(), agent, LearnerConfig(learning_rate=1e-3))
+
+
 def grid_world() -> Work:
     """A small room, a small network and one gradient step per unroll, as in the paper of the Podracers."""
     env = GridWorld(
@@ -73,7 +79,7 @@ def grid_world() -> Work:
 
 WORK = {
     "cartpole": lambda: Work(CartPole()),
-    "pendulum": lambda: Work(Pendulum()),
+    "pendulum": pendulum,
     "minatar_breakout": minatar_breakout,
     "grid_world": grid_world,
 }

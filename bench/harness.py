@@ -42,9 +42,9 @@ RETURN_SHARE = 0.6
 """Means over a few seeds differ; those of two different algorithms differ more."""
 JAX_RETURN_SHARE = {"cartpole": 0.85}
 """By environment, beside our own JAX driver, which is the same algorithm, where seeds differ little: 0.89 at least."""
-# Of a random policy, and how many times that both sides must reach where they had time to learn.
-RANDOM_RETURN = {"cartpole": 22.0, "minatar_breakout": 0.4}
-LEARNED = 2.0
+LEARNED = {"cartpole": 44.0, "minatar_breakout": 0.8, "pendulum": -300.0}
+"""Returns that both sides must reach where they had time to learn: twice a random policy's, of Pendulum a quarter of
+what that loses."""
 # A worker that got less of its core than this was not alone on it, and one that uses several cores if it got less than
 # this share of what it got in another round.
 QUIET_CPU_SHARE = 0.95
@@ -191,15 +191,21 @@ def calibrate(core: int | None) -> dict[str, float]:
     return json.loads(output_of([sys.executable, script], {}, "calibration", core=core, timeout_s=120))
 
 
-def peers_python() -> tuple[str, str | None]:
+def peers_python(device: str = "cpu") -> tuple[str, str | None]:
     """The Python of `.venv-peers` (or TORCHPOD_PEERS_PYTHON), and why the JAX peers are missing, if they are."""
     python = os.environ.get("TORCHPOD_PEERS_PYTHON", str(ROOT / ".venv-peers" / "bin" / "python"))
     if shutil.which(python) is None:
         return python, f"{python} does not exist: `make bench` creates it"
-    probe = subprocess.run([python, "-c", "import jax"], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        return python, f"{python} cannot import jax: {_last_line(probe.stderr)}"
-    return python, None
+    return python, lacks_jax(python, device)
+
+
+def lacks_jax(python: str, device: str) -> str | None:
+    """Why a Python cannot run JAX on a device, if so."""
+    code = f"import jax; jax.config.update('jax_platforms', {device!r}); jax.devices()"
+    probe = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    if probe.returncode == 0:
+        return None
+    return f"{python} has no JAX for {device}: {_last_line(probe.stderr)}"
 
 
 # --- Running workers --------------------------------------------------------------------------------------------------
@@ -495,15 +501,15 @@ def untrained(name: str, env: str, sides: Sequence[Measured]) -> list[str]:
 
     Returns that are equal say nothing if neither side has learned.
     """
-    least, found = LEARNED * RANDOM_RETURN[env], []
+    least, found = LEARNED[env], []
     for side in sides:
         if isinstance(side, WorkerError):
             continue
         mean = _mean([m["episode_return"] for m in side])
         if mean is None or mean < least:
             found.append(
-                f"{name}: {side[0]['framework']} learned to a mean return of {mean}, and must reach {least:g},"
-                f" {LEARNED:g} x a random policy's, or equal returns say nothing: repair it, or let it learn longer."
+                f"{name}: {side[0]['framework']} learned to a mean return of {mean}, and must reach {least:g}, far from"
+                " a random policy's, or equal returns say nothing: repair it, or let it learn longer."
             )
     return found
 

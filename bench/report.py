@@ -38,13 +38,14 @@ the precompiled header, which are made once per machine, are there; `compile_fir
 `train_warm_...` is the whole of `torchpod train` from a full cache, Python's and torch's imports included.
 
 The figures that were stated for one core with 64 environments of CartPole (289,000) and with 64 and 1024 of Breakout
-(100,000 and 84,000) are held against JAX's rows of two cores, for pinned to one core of an EPYC 25-17 it does 0.6 to
-0.8 of them. JAX shuffles all T x B rows, as purejaxrl does, and torchpod deals the steps of each environment to the
-minibatches, cheaper work that is part of what is compared; so is that torchpod skips the zeros of Breakout's
-observations in the first layer (33 of 400 numbers are set), which XLA multiplies. A time limit is the end of an episode
-to JAX, as in purejaxrl, while torchpod goes on with the value of the last observation; on Pendulum every episode ends
-so. tests/bench/test_jax_ppo.py holds equal: parameters and gradients, steps and ends of CartPole and Pendulum,
-advantages, clip, Adam and annealing.
+(100,000 and 84,000) JAX does not reach pinned to one core of an EPYC 25-17, where it does 0.6 to 0.8 of them: those of
+Breakout are held against its rows of two cores, where with 64 of CartPole 300,000 were stated. JAX shuffles all T x B
+rows, as purejaxrl does, and torchpod deals the steps of each environment to the minibatches, cheaper work that is part
+of what is compared; so is that torchpod skips the zeros of Breakout's observations in the first layer (33 of 400
+numbers are set), which XLA multiplies. A time limit is the end of an episode to JAX, as in purejaxrl, while torchpod
+goes on with the value of the last observation; on Pendulum every episode ends so. Until 2026-11-28 Pendulum had the
+settings of CartPole, with which neither side learned it. tests/bench/test_jax_ppo.py holds equal: parameters, gradients
+and settings, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
 
 Both sides of a row on one core are pinned to the same one, `core` in the JSON, with one thread each (a row "on 2 cores"
 has two); without `core` nothing is pinned. Of each row on a CPU with a peer the JSON has the `threads` of both
@@ -151,9 +152,10 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     Without a whole run, the rows of all parts.
     """
     start = max((i for i, run in enumerate(runs) if not run.get("only")), default=0)
-    merged = dict(runs[start])
+    merged, measured_in = dict(runs[start]), dict[str, Mapping[str, Any]]()
     for part in runs[start + 1 :]:
         new = {row["name"]: row for row in part["rows"]}
+        measured_in |= dict.fromkeys(new, part)
         for row in new.values():
             note = f"measured {part['date'][:10]}, commit {part['commit']}"
             new[row["name"]] = {**row, "note": "; ".join(filter(None, [row["note"], note]))}
@@ -162,7 +164,7 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         merged["rows"] += [row for name, row in new.items() if name not in names]
         cases = tuple(case + ":" for name in new for case in (name, name.partition("/")[0], *_before(name)))
         merged["failures"] = [x for x in merged["failures"] if not x.startswith(cases)] + list(part["failures"])
-    return merged
+    return {**merged, "parts": [part for part in runs if any(part is x for x in measured_in.values())]}
 
 
 def _before(name: str) -> list[str]:
@@ -192,6 +194,8 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
         + ".",
         "",
     ]
+    if latest["parts"]:
+        lines += [f"Parts of it since then: {'; '.join(map(_part, latest['parts']))}.", ""]
     targets = TARGETS.get(latest["suite"], {})
     if targets:
         lines += ["| row | torchpod | peer | ratio | target | note |", "|---|--:|--:|--:|---|---|"]
@@ -225,16 +229,30 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
         recent = by_commit[-HISTORY_LENGTH:]
         lines += [
             "",
-            "Ratio by commit:",
+            "Ratio by commit (of rows without a peer, what was measured):",
             "",
             "| row | " + " | ".join(f"{run['commit']} ({run['date'][:10]})" for run in recent) + " |",
             "|---|" + "--:|" * len(recent),
         ]
         for row in latest["rows"]:
-            same = ([r for r in run["rows"] if r["name"] == row["name"] and _has_ratio(r)] for run in recent)
-            ratios = [rows[-1]["ratio"] if rows else None for rows in same]
-            lines.append(f"| {row['name']} | " + " | ".join("-" if r is None else f"{r:.2f}" for r in ratios) + " |")
+            same = ([r for r in run["rows"] if r["name"] == row["name"]] for run in recent)
+            cells = [_in_history(rows[-1]) if rows else "-" for rows in same]
+            lines.append(f"| {row['name']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _part(run: Mapping[str, Any]) -> str:
+    took = f" in {run['wall_s'] / 60:.1f} min" if "wall_s" in run else ""
+    return (
+        f"{len(run['rows'])} rows{took}, {run['date'][:10]}, commit {run['commit']}, load {run['load_average'][0]:.2f}"
+    )
+
+
+def _in_history(row: Mapping[str, Any]) -> str:
+    """The ratio; what was measured, where the row never has a peer."""
+    if _has_ratio(row):
+        return f"{row['ratio']:.2f}"
+    return "-" if row["peer"] else _number(row["value"], row["unit"])
 
 
 def _by_commit(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -264,5 +282,5 @@ def _number(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "s":
-        return f"{value:.1f} s"
+        return f"{value:.1f} s" if value >= LEAST_SECONDS else f"{1e3 * value:.0f} ms"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"

@@ -82,7 +82,10 @@ def main(
         num_ranks, rounds, repeats = tuple(k for k in num_ranks if k <= 2), 1, 1
     load_average, calibrations = os.getloadavg(), [harness.calibrate(None)]
     make, rows, failures, found = RowMaker(), [], [], {}
-    device = device_for(num_ranks)
+    device, wanted = device_for(num_ranks), num_ranks
+    if device == "cuda":
+        num_ranks = [k for k in wanted if k <= torch.cuda.device_count()]
+        failures += [f"{k} ranks: not measured, for there is no GPU for each." for k in wanted if k not in num_ranks]
     workers = [worker(k) if worker else real_worker(k, device) for k in num_ranks]
     for kind in KINDS:
         results: dict[int, list[Any] | WorkerError] = {k: [] for k in num_ranks}
@@ -123,8 +126,8 @@ def main(
 
 
 def device_for(num_ranks: Sequence[int]) -> str:
-    """Of all ranks of a run, so that speed-ups compare like with like: cuda if there is a GPU for every rank."""
-    return "cuda" if torch.cuda.device_count() >= max(num_ranks) else "cpu"
+    """Of all ranks of a run, so that speed-ups compare like with like: cuda if there are GPUs for more than one."""
+    return "cuda" if torch.cuda.device_count() >= min((k for k in num_ranks if k > 1), default=1) else "cpu"
 
 
 def real_worker(ranks: int, device: str) -> Worker:
@@ -150,7 +153,7 @@ def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "iteration_s": statistics.median(seconds),
         "sums_per_iteration": first["sums_per_iteration"],
         "bytes_per_iteration": first["bytes_per_iteration"],
-        "share_in_sums": statistics.median(m["share_in_sums"] for m in measured),
+        **{x: statistics.median(m[x] for m in measured) for x in ("share_in_sums", "share_waiting", "share_summing")},
         "alone": {size: min(m["alone"][size] for m in measured) for size in first["alone"]},
     }
 
@@ -194,18 +197,22 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
         "",
         "## Measured",
         "",
-        "| | ranks | env steps/s | speed-up | time in sums over ranks | by the model below |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| | ranks | env steps/s | speed-up | time in sums over ranks | waiting | summing | by the model below |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for (kind, k), own in found.items():
         row = by_name[f"{kind}_ppo_cartpole/{k} ranks"]
         sums_s = own["sums_per_iteration"] * network.sum_s(k, size)
-        cells = (f"{row['value']:,.0f}", f"{row['ratio']:.2f}", f"{own['share_in_sums']:.1%}")
-        lines.append(f"| {kind} | {k} | {' | '.join(cells)} | {sums_s / own['iteration_s']:.1%} |")
+        shares = (own["share_in_sums"], own["share_waiting"], own["share_summing"], sums_s / own["iteration_s"])
+        cells = (f"{row['value']:,.0f}", f"{row['ratio']:.2f}", *(f"{share:.1%}" for share in shares))
+        lines.append(f"| {kind} | {k} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Time in sums is that of rank 0, and includes waiting for the slowest rank, which the model leaves out"
-        + (f" (with more than {cores} ranks, also for a core)." if max(few, *more) > cores else "."),
+        "Time in sums is that of rank 0, and includes waiting for the slowest rank"
+        + (f" (with more than {cores} ranks, also for a core)." if max(few, *more) > cores else ".")
+        + " Waiting and summing are of iterations of their own, with a barrier before every sum: the share of the time"
+        " until all ranks are there, the barrier's messages included, and that of the sum alone, which is what the"
+        " model is of.",
         *_of_the_machine(by_name, few),
         "",
         "## A model of the sums",
@@ -232,7 +239,7 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
         f"The model is off most with {k} ranks and {n:,} bytes: {measured:,.0f} us measured, {model:,.0f} by the model,"
         f" {measured / model:.1f} x{why}. {_nearest(two['alone'], few, size, network)}",
         "",
-        *_prediction(one, two, gpu, machine, backend),
+        *_prediction(one, two, few, gpu, machine, backend),
     ]
     return "\n".join(lines) + "\n"
 
@@ -271,7 +278,12 @@ def _nearest(alone: Mapping[str, float], ranks: int, size: float, network: Netwo
 
 
 def _prediction(
-    one: Mapping[str, Any], two: Mapping[str, Any], gpu: Mapping[str, Any] | None, machine: str, backend: str
+    one: Mapping[str, Any],
+    two: Mapping[str, Any],
+    ranks: int,
+    gpu: Mapping[str, Any] | None,
+    machine: str,
+    backend: str,
 ) -> list[str]:
     num_sums, num_bytes = two["sums_per_iteration"], two["bytes_per_iteration"]
     never = ", and NCCL was never run with several GPUs" if backend == BACKENDS["cpu"] else ""
@@ -280,8 +292,9 @@ def _prediction(
         "",
         f"**No efficiency below was measured{never}.** It is t / (t + sums), for an iteration that computes for t on"
         f" each device and makes its {num_sums} sums ({num_bytes / 1e3:,.0f} kB) one after the other, without overlap,"
-        " without waiting for the slowest rank, which costs more here than the sums do, and without what the model is"
-        " off by. Every t was measured, on one device. Networks are round numbers of data sheets: "
+        f" without waiting for the slowest rank (with {ranks} here {two['share_waiting']:.1%} of the time, sums"
+        f" {two['share_summing']:.1%}), and without what the model is off by. Every t was measured, on one device."
+        " Networks are round numbers of data sheets: "
         + "; ".join(f"{name}: {1e6 * x.latency_s:.0f} us, {x.bandwidth / 1e9:.2f} GB/s" for name, x in ASSUMED.items())
         + ".",
         "",

@@ -7,7 +7,7 @@ import argparse
 import json
 import statistics
 import time
-from typing import ClassVar, TypedDict
+from typing import ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,10 @@ class Sums(TypedDict):
     bytes_per_iteration: int
     share_in_sums: float
     """Of the time of an iteration, waiting for the slowest rank included."""
+    share_waiting: float
+    """The same of iterations with a barrier before every sum: until the slowest rank is there, and its message."""
+    share_summing: float
+    """Of those iterations, sums that all ranks begin together."""
     alone: dict[str, float]
     """Bytes -> seconds of one sum that all ranks begin together, the median of many."""
 
@@ -42,18 +46,32 @@ class ScalingMeasurement(Measurement, Sums):
     """A `Measurement` of all ranks together; `num_envs` is of all of them."""
 
 
-class WatchedRanks(Ranks):
-    """Ranks that keep the bytes and the seconds of their sums."""
+class Sum(NamedTuple):
+    """One over all ranks."""
 
-    sums: ClassVar[list[tuple[int, float]]] = []
+    num_bytes: int
+    waiting_s: float
+    """At the barrier before it; 0 without."""
+    summing_s: float
+
+
+class WatchedRanks(Ranks):
+    """Ranks that keep what their sums took."""
+
+    sums: ClassVar[list[Sum]] = []
+    together: ClassVar[bool] = False
+    """A barrier before every sum: what is left of its time is its own."""
 
     def sum(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
         _wait(x.device)
         began = time.perf_counter()
+        if self.together:
+            self.barrier()
+        met = time.perf_counter()
         total = super().sum(x)
         _wait(x.device)
-        self.sums.append((x.nbytes, time.perf_counter() - began))
+        self.sums.append(Sum(x.nbytes, met - began, time.perf_counter() - met))
         return total
 
 
@@ -79,7 +97,7 @@ def measure(
         num_envs=ranks.share(num_envs, "num_envs"),
         unroll_length=UNROLL_LENGTH,
         learner=config,
-        num_iterations=iterations * (1 + repeats),
+        num_iterations=iterations * (1 + 2 * repeats),
         compiler=Compiler(compiled),
         ranks=ALONE if apart else ranks,
         device=where,
@@ -91,15 +109,22 @@ def measure(
     if apart:
         per_iteration = 0
         measured["env_steps"] = [ranks.world_size * steps for steps in measured["env_steps"]]
-    timed_sums = WatchedRanks.sums[len(WatchedRanks.sums) - repeats * iterations * per_iteration :]
+    num_sums = repeats * iterations * per_iteration
+    timed_sums, wall_s = WatchedRanks.sums[len(WatchedRanks.sums) - num_sums :], sum(measured["wall_s"])
+    WatchedRanks.together = True
+    met_s = sum(prepared.measure(repeats)["wall_s"])
+    WatchedRanks.together = False
+    met = WatchedRanks.sums[len(WatchedRanks.sums) - num_sums :]
     return {
         **measured,
         "num_envs": num_envs,
         "batch_rows": UNROLL_LENGTH * num_envs,
         "ranks": ranks.world_size,
         "sums_per_iteration": per_iteration,
-        "bytes_per_iteration": sum(size for size, _ in timed_sums[:per_iteration]),
-        "share_in_sums": sum(seconds for _, seconds in timed_sums) / sum(measured["wall_s"]),
+        "bytes_per_iteration": sum(x.num_bytes for x in timed_sums[:per_iteration]),
+        "share_in_sums": sum(x.summing_s for x in timed_sums) / wall_s,
+        "share_waiting": sum(x.waiting_s for x in met) / met_s,
+        "share_summing": sum(x.summing_s for x in met) / met_s,
         "alone": {str(size): sum_alone(ranks, size, where) for size in SIZES},
     }
 

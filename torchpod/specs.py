@@ -107,6 +107,20 @@ class EnvSpec:
             raise ValueError(
                 f"max_episode_steps={self.max_episode_steps} of {self.name} must be at least 1, or None for no limit."
             )
+        _require_numbers(self.observation, "observation", self.name)
+        _require_numbers(self.action, "action", self.name)
+
+
+def _require_numbers(spec: SpecTree, what: str, env: str) -> None:
+    """Networks, statistics and replay have nothing to do with a part that holds no number."""
+    if isinstance(spec, dict):
+        for key, part in spec.items():
+            _require_numbers(part, f"{what}[{key!r}]", env)
+    found = "{}" if spec == {} else f"of shape {spec.shape}" if not isinstance(spec, dict) and 0 in spec.shape else None
+    if found is not None:
+        raise ValueError(
+            f"{what} of {env} is {found} and holds no number: leave such a part out, or have a constant in its place."
+        )
 
 
 def shape_of(spec: SpecTree) -> Any:

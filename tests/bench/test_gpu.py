@@ -257,7 +257,7 @@ def test_returns_below_zero_are_compared_too():
 
 @pytest.mark.parametrize("env", [pytest.param("pendulum", marks=pytest.mark.slow), "grid_world"])
 def test_the_real_workers_on_the_cpu_uncompiled(tmp_path, fake, env):
-    ours, peer = gpu.default_workers()
+    ours, peer = gpu.default_workers("cpu")
     ours = dataclasses.replace(ours, command=(*ours.command, "--eager"))
     status, document = run_suite(
         tmp_path, ours, peer, cases=(Case(env, 8),), quick=True, only="ppo" if env == "pendulum" else "a2c"

@@ -143,7 +143,7 @@ def test_advantages_are_ours(tmp_path):
         given = {k: jnp.asarray(x) for k, x in np.load(sys.argv[1] + "/in.npz").items()}
         of_steps = {k: given[k] for k in ("reward", "value", "done")}
         trajectory = jax_ppo.Transition(**dict.fromkeys(jax_ppo.Transition._fields) | of_steps)
-        np.save(sys.argv[1] + "/out.npy", jax_ppo.gae(trajectory, given["last_value"]))
+        np.save(sys.argv[1] + "/out.npy", jax_ppo.gae(trajectory, given["last_value"], 0.99))
     """
     run_jax(code, tmp_path)
     config = PPOConfig()
@@ -260,8 +260,15 @@ def test_both_sides_have_the_same_parameters_and_take_the_same_gradient(env, siz
             for x, (weight, bias) in zip(layers, gradient[k]):
                 out |= {x + ".weight": weight.T, x + ".bias": bias}
         np.savez(folder + "/out.npz", **out)
+        print(work.discount, work.reward_scale, work.entropy_cost, work.learning_rate, work.minibatches)
     """
-    run_jax(code, env, tmp_path)
+    config, learner = work.config, work.learner
+    ours = (config.discount, config.reward_scale, config.entropy_coefficient)
+    assert [*map(float, run_jax(code, env, tmp_path).split())] == [
+        *ours,
+        learner.learning_rate,
+        learner.num_minibatches,
+    ]
     columns = {name: torch.from_numpy(x) for name, x in steps.items()}
     advantage = columns["advantage"]
     batch = {

@@ -35,7 +35,7 @@ def test_a_slow_peer_and_a_side_that_fails_are_told(tmp_path, fake):
 
 
 def test_members_that_learn_nothing_fail_the_bench(tmp_path, fake, monkeypatch):
-    monkeypatch.setitem(harness.RANDOM_RETURN, "cartpole", 51.0)  # both fakes have 100
+    monkeypatch.setitem(harness.LEARNED, "cartpole", 101.0)  # both fakes have 100
     status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
     assert status == 1 and len(result["failures"]) == 2
     assert result["failures"][0].startswith("population_ppo_cartpole/16x4: torchpod learned to a mean return of 100.0")

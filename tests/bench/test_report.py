@@ -206,6 +206,13 @@ def test_the_history_has_a_column_for_each_commit():
     runs = [document(f"2030-01-0{i}T00:00:00", commit, i / 10) for i, commit in enumerate(["aaa", "bbb", "bbb"], 1)]
     page = report.render(runs)
     assert "| row | aaa (2030-01-01) | bbb (2030-01-03) |" in page and "| ppo_cartpole/1024 | 0.10 | 0.30 |" in page
+    for run in runs:
+        run["rows"][0] |= {"peer": None, "ratio": None, "value": 1e6 * float(run["date"][9])}
+    page = report.render(runs)
+    assert "| ppo_cartpole/1024 | 1,000,000 | 3,000,000 |" in page
+    runs[1]["only"] = runs[2]["only"] = "ppo"
+    page = report.render(runs)
+    assert "Parts of it since then: 1 rows, 2030-01-03, commit bbb, load 0.10." in page
 
 
 def test_a_suite_is_compared_with_its_last_run_on_such_a_machine(tmp_path):

@@ -28,7 +28,8 @@ FAKE = textwrap.dedent(
         compile_s=1.0, env_steps=[iterations * 128 * num_envs] * repeats, wall_s=[wall] * repeats,
         cpu_s=[wall] * repeats, env_steps_per_s={}, episode_return=1.0, episodes=1, threads={}, versions={},
         ranks=k, sums_per_iteration=0 if apart else 21, bytes_per_iteration=0 if apart else 21 * 36_000,
-        share_in_sums=0.0 if apart else 0.02 * k, alone=alone)))
+        share_in_sums=0.0 if apart else 0.02 * k, share_waiting=0.0 if apart else 0.015 * k,
+        share_summing=0.0 if apart else 0.005 * k, alone=alone)))
     """
 )
 
@@ -58,8 +59,8 @@ def test_rows_are_speed_ups_and_the_page_shows_them(tmp_path, fake):
         assert ratios == pytest.approx([1.0, 2 * each, 4 * each])
     report.main(tmp_path, tmp_path / "docs")
     text = (tmp_path / "docs" / "scaling.md").read_text()
-    assert "| weak | 2 | 1,800 | 1.80 | 4.0% |" in text and "| strong | 4 | 3,600 | 3.60 | 8.0% |" in text
-    assert "| apart | 2 | 1,900 | 1.90 | 0.0% | 0.0% |" in text
+    assert "| weak | 2 | 1,800 | 1.80 | 4.0% | 3.0% | 1.0% |" in text and "| strong | 4 | 3,600 | 3.60 | 8.0% |" in text
+    assert "| apart | 2 | 1,900 | 1.90 | 0.0% | 0.0% | 0.0% | 0.0% |" in text
     assert "2 processes are 1.90 times as fast as one" in text and "with them 1.80, 95% of that." in text
     assert "3 us and 2.00 GB/s" in text and "gloo on CPUs" in text
     assert "**No efficiency below was measured, and NCCL was never run with several GPUs.**" in text
@@ -73,10 +74,19 @@ def test_a_quick_run_leaves_the_page_alone(tmp_path, fake):
 
 
 def test_all_ranks_run_on_one_kind_of_device(monkeypatch):
-    for num_gpus, device in ((0, "cpu"), (1, "cpu"), (3, "cpu"), (4, "cuda")):
+    for num_gpus, device in ((0, "cpu"), (1, "cpu"), (2, "cuda"), (4, "cuda")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
         assert scaling.device_for((1, 2, 4)) == device
     assert scaling.real_worker(1, "cpu").command[-2:] == ("--device", "cpu")
+
+
+def test_of_two_gpus_two_ranks_are_measured_and_the_others_told(tmp_path, fake, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert scaling.main(worker=fake, rounds=1, repeats=1) == 1
+    (path,) = tmp_path.glob("scaling_*.json")
+    document = json.loads(path.read_text())
+    assert {row["name"].split("/")[1] for row in document["rows"]} == {"1 ranks", "2 ranks"}
+    assert document["failures"] == ["4 ranks: not measured, for there is no GPU for each."]
 
 
 def measured(device: str = "cpu") -> dict:
@@ -89,6 +99,8 @@ def measured(device: str = "cpu") -> dict:
             "sums_per_iteration": 22,
             "bytes_per_iteration": 589_296,
             "share_in_sums": 0.1,
+            "share_waiting": 0.07,
+            "share_summing": 0.03,
             "alone": {str(n): network.sum_s(k, n) * (8 if (k, n) == (4, 32_768) else 1) for n in (8, 32_768, 2**24)},
         }
         for kind in ("weak", "strong")
