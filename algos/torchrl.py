@@ -118,7 +118,8 @@ class _Builder:
     @property
     def _has_actions(self) -> str:
         """What is told where a loss is for others."""
-        action, other = self.spec.action, for_actions(self.config.loss, self.spec.action)
+        action = self.spec.action
+        other = "ClipPPOLoss" if self.is_central else for_actions(self.config.loss, action)  # many agents: no replay
         repair = "build actor and loss yourself (docs/torchrl-losses.md)"
         return f"{self.spec.name} has {action}; {repair if other == self.config.loss else f'use loss={other}'}"
 

@@ -7,8 +7,8 @@ torchpod beside JAX, and a grid world with a small network: environment steps pe
 them (floor.py), compile time, capture time, memory, kernels per iteration, share of the time outside the environments'
 steps. All workers of a wave compile at once and are then measured in turn, A B A B, each alone on the GPU (served.py).
 Both sides multiply in TF32, as JAX does by default; correctness is looked at in float32.
-Last, while the time lasts, Sebulba with IMPALA on EnvPool, beside EnvPool alone. What is not measured by then is told as
-such; `--only` measures it. JAX runs in `.venv-peers`, or in this Python, the first that has JAX for CUDA
+Last, while the time lasts, Sebulba with IMPALA on EnvPool, beside EnvPool alone. What is not measured by then is told;
+`--only` measures it. JAX runs in `.venv-peers`, or in this Python, the first that has JAX for CUDA
 (`pip install "jax[cuda13]"`). With `device="cpu"` the same code runs uncaptured, which is how it is tested.
 """
 

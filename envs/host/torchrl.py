@@ -1,7 +1,7 @@
 """TorchRL environments as host environments: any `torchrl.envs.EnvBase`, with its transforms."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,7 @@ class _Part:
 
     def __init__(self, env: Any, rows: int) -> None:
         self.env, self._rows = env, rows
-        self._keys = [key for key, _ in _nested(env.observation_spec)]
+        self._specs = {key: spec.shape for key, spec in _nested(env.observation_spec)}
         self._now: Any = None
 
     def reset(self, rows: Tensor | None) -> list[Tensor]:
@@ -117,6 +117,7 @@ class _Part:
             self._now = self.env.reset()
         else:
             self._now = self.env.reset(self._now.set("_reset", self._mask(rows)))
+        self._require(self._now, self._specs, "_reset()")
         return self._observations(self._now)
 
     def step(self, action: Tensor, resets: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
@@ -130,14 +131,37 @@ class _Part:
         )
         if resets.any() and env.batch_locked:  # who can let single rows wait does; what others make of them is not read
             now = now.set("_step", self._mask(~resets))
-        stepped = env.step(now)
+        rewards = {env.reward_key: env.full_reward_spec[env.reward_key].shape}
+        try:
+            stepped = env.step(now)
+        except (AttributeError, KeyError, RuntimeError):
+            self._require(env._step(now), self._specs | rewards, "_step()")  # TorchRL does not say what is missing
+            raise
         stepped.pop("_step", None)
-        after, self._now = stepped["next"], env.step_mdp(stepped)
+        after = stepped["next"]
+        ends = {key: env.full_done_spec[key].shape for key in ("terminated", "done")}
+        self._require(after, self._specs | rewards | ends, "_step()")  # step_mdp would keep the last observation
+        self._now = env.step_mdp(stepped)
         reward = self._column(after[env.reward_key])
         terminated = self._column(after["terminated"])
         ended = self._column(after["done"]) | terminated
         seen = self.reset(resets) if resets.any() else self._observations(self._now)
         return seen, reward, terminated, ended & ~terminated
+
+    def _require(self, written: Any, specs: Mapping[Any, Any], where: str) -> None:
+        """That all of it was written, and as the specs say.
+
+        Raises:
+          ValueError: if not.
+        """
+        for key, shape in specs.items():
+            x = written.get(key, None)
+            if x is None or x.shape != shape:
+                found = sorted(map(str, written.keys(True, True))) if x is None else f"it with shape {list(x.shape)}"
+                raise ValueError(
+                    f"{type(self.env).__name__}.{where} must write {key!r} with shape {list(shape)}, which its specs "
+                    f"say, and wrote {found}; write it so, or change the specs."
+                )
 
     def _mask(self, rows: Tensor) -> Tensor:
         return rows.reshape(self.env.full_done_spec["done"].shape).to(self.env.device or "cpu", copy=True)
@@ -146,7 +170,7 @@ class _Part:
         skipped = len(self.env.batch_size)
         return [
             x.reshape(self._rows, *x.shape[skipped:]).to("cpu", copy=True)
-            for x in (tensordict[key] for key in self._keys)
+            for x in (tensordict[key] for key in self._specs)
         ]
 
     def _column(self, x: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ def require_the_same_update(name, *, compiled, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["KLPENPPOLoss", "dqn"])
+@pytest.mark.parametrize("name", ["KLPENPPOLoss", *AGENTS])
 def test_a_compiled_iteration_is_an_uncompiled_one(name):
     require_the_same_update(name, compiled=True, device="cpu")
 

@@ -221,7 +221,8 @@ UNFIT = {
     "no target network": lambda: (
         q_actor(),
         lambda actor: DQNLoss(actor, delay_value=False),
-        "DQNLoss has no target network of values; make it with delay_value=True",
+        "DQNLoss has no target network of values; make it with delay_value=True (it looks ahead with "
+        "target_value_network_params, and of targets has none).",
     ),
     "dropout": lambda: (
         categorical(module=TensorDictModule(nn.Sequential(nn.Dropout(), Sums(2)), ["observation"], ["logits"])),
@@ -437,7 +438,8 @@ def test_a_loss_for_other_actions_is_refused(name, env, told):
 @pytest.mark.parametrize(("name", "delay"), [("DDPGLoss", "value"), ("TD3Loss", "qvalue"), ("SACLoss", "qvalue")])
 def test_a_target_of_the_actor_alone_is_none_of_values(name, delay):
     config = TorchRLConfig(name, hidden=(8,), arguments={f"delay_{delay}": False, "delay_actor": True})
-    told = f"{name} has no target network of values; make it with delay_{delay}=True."
+    told = f"{name} has no target network of values; make it with delay_{delay}=True (it looks ahead with "
+    told += f"target_{delay}_network_params, and of targets has target_actor_network_params)."
     with pytest.raises(ValueError, match=re.escape(told)):
         torchrl_agent(Pendulum().spec, config)
 

@@ -172,7 +172,12 @@ class LossAgent(Agent):
             delays = ["delay_value"]
         targets = {f"delay_{name.removesuffix('_network')}" for name in self._pure.delayed}
         if not self._on_policy and delays and targets.isdisjoint(delays):
-            raise ValueError(f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True.")
+            expected = " or ".join(f"target_{name.removeprefix('delay_')}_network_params" for name in delays)
+            found = " and ".join(f"target_{name}_params" for name in self._pure.delayed) or "none"
+            raise ValueError(
+                f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True (it looks ahead "
+                f"with {expected}, and of targets has {found})."
+            )
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
         action = self._spec.action

@@ -159,6 +159,53 @@ def test_a_file_trains_in_sebulba(tmp_path, monkeypatch):
     assert run.summary["eval_return"]["mean"] >= 5.0
 
 
+def writes_other(change):
+    """An environment whose `_step`, or whose `_reset`, writes something else than its specs say."""
+
+    class Other(Count):
+        def _reset(self, tensordict=None, **kwargs):
+            return change("_reset", super()._reset(tensordict, **kwargs))
+
+        def _step(self, tensordict):
+            return change("_step", super()._step(tensordict))
+
+    return Other
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "told"),
+    [
+        (
+            "_reset",
+            lambda x: x.rename_key_("observation", "obs"),
+            r"must write 'observation' with shape \[1\], .*'obs'",
+        ),
+        ("_step", lambda x: x.rename_key_("observation", "obs"), r"must write 'observation' with shape \[1\], .*'obs'"),
+        (
+            "_step",
+            lambda x: x.set("observation", torch.zeros(2)),
+            r"must write 'observation' .* with shape \[2\]; write",
+        ),
+        (
+            "_step",
+            lambda x: x.set("reward", torch.zeros(2)),
+            r"must write 'reward' with shape \[1\], .* with shape \[2\]",
+        ),
+        ("_step", lambda x: x.exclude("reward"), r"must write 'reward' with shape \[1\], "),
+    ],
+)
+def test_what_an_environment_writes_is_what_its_specs_say(where, change, told):
+    """Without the check an observation of another name would be the last one for ever."""
+
+    def maybe(at, written):
+        return change(written) if at == where else written
+
+    env = TorchRL(writes_other(maybe))
+    with pytest.raises(ValueError, match=rf"Other\.{where}\(\) {told}"):
+        env.init(keys(2))
+        env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+
+
 def test_wrong_things_are_named(tmp_path):
     class Wrong(Count):
         def __init__(self, **specs):
