@@ -43,9 +43,10 @@ _HOST = (
     "(docs/design.md, section 5)"
 )
 _LAUNCHES = (
-    "launches with few environments, networks with many; tried, after the run on an H100: networks that share "
-    "launches, with which an iteration on it takes, by hand, {} of JAX in that run; unrolls of up to 4096 environments "
-    "as one kernel, measured on an H200 alone (docs/design.md, section 4)"
+    "kernels of 1 to 3 us that wait for each other with few environments (launches at 1 us, assumed, are 0.3 of the "
+    "time with 1024), networks with many; tried, after the run on an H100: networks that share launches, with which an "
+    "iteration on it takes, by hand, {} of JAX in that run; unrolls of up to 4096 environments as one kernel, measured "
+    "on an H200 alone (docs/design.md, section 4)"
 )
 _GPU = {
     "cartpole": _LAUNCHES.format("2.80 ms with 1024 environments, which is 2.8 x the rate"),

@@ -232,6 +232,12 @@ def test_with_replay_two_runs_are_equal(name):
     assert unlike_ends(replayed_twice(name, compiled=False, device="cpu")) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", replay_agents.AGENTS)
+def test_with_replay_two_compiled_runs_are_equal(name):
+    assert unlike_ends(replayed_twice(name, compiled=True, device="cpu")) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", replay_agents.AGENTS)
 def test_with_replay_two_captured_runs_are_equal_wherever_it_lies(name):

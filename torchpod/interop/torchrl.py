@@ -175,8 +175,8 @@ class LossAgent(Agent):
             expected = " or ".join(f"target_{name.removeprefix('delay_')}_network_params" for name in delays)
             found = " and ".join(f"target_{name}_params" for name in self._pure.delayed) or "none"
             raise ValueError(
-                f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True (it looks ahead "
-                f"with {expected}, and of targets has {found})."
+                f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True (it looks "
+                f"ahead with {expected}, and of targets has {found})."
             )
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
