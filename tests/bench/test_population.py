@@ -1,6 +1,7 @@
 """Suite population: both sides run the same members, and rows hold what all members do together."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ def run_suite(tmp_path, *workers, floor=1.0, **knobs):
     return population.main(str(path), workers=workers, figures=figures, **options), json.loads(path.read_text())
 
 
-def test_rows_are_ratios_on_one_core_and_a_rate_on_two(tmp_path, fake):
+def test_rows_are_ratios_on_one_core_and_on_two(tmp_path, fake):
     status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
     assert status == 0
     rate, cold, warm, two = result["rows"]
@@ -23,8 +24,18 @@ def test_rows_are_ratios_on_one_core_and_a_rate_on_two(tmp_path, fake):
     assert [row["name"] for row in (cold, warm)] == [
         f"compile_{x}_population_ppo_cartpole/16x4" for x in ("cold", "warm")
     ]
-    assert (two["name"], two["ratio"], two["peer"]) == ("population_ppo_cartpole/16x4 on 2 cores", None, None)
-    assert two["value"] == pytest.approx(3000.0) and "it hangs" in two["note"]
+    assert (two["name"], two["ratio"]) == ("population_ppo_cartpole/16x4 on 2 cores", pytest.approx(1.5))
+
+
+def test_a_peer_that_hangs_on_two_cores_is_told(tmp_path, fake, monkeypatch):
+    script = next(Path(x) for x in fake("jax", 1.0).command if x.endswith(".py"))
+    hang = "import sys, time\nif 'jax' in sys.argv and '--threads' in sys.argv: time.sleep(60)\n"
+    script.write_text(hang + script.read_text())
+    monkeypatch.setattr(population, "TWO_CORES_S", 2.0)
+    status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
+    two = result["rows"][-1]
+    assert (status, two["ratio"], two["peer"]) == (0, None, None)
+    assert two["value"] == pytest.approx(3000.0) and "jax was still running after 2 s" in two["note"]
 
 
 def test_a_slow_peer_and_a_side_that_fails_are_told(tmp_path, fake):
