@@ -214,6 +214,7 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
         " until all ranks are there, the barrier's messages included, and that of the sum alone, which is what the"
         " model is of.",
         *_of_the_machine(by_name, few),
+        *_in_an_iteration(two, few),
         "",
         "## A model of the sums",
         "",
@@ -253,6 +254,16 @@ def _of_the_machine(rows: Mapping[str, Mapping[str, Any]], ranks: int) -> list[s
         f"Without any sums {ranks} processes are {apart['ratio']:.2f} times as fast as one here, which the machine"
         f" decides (memory, clocks, its neighbours); with them {weak['ratio']:.2f},"
         f" {weak['ratio'] / apart['ratio']:.0%} of that."
+    ]
+
+
+def _in_an_iteration(own: Mapping[str, Any], ranks: int) -> list[str]:
+    """What a sum takes between computations, beside the same one after the other."""
+    each = own["share_summing"] * own["iteration_s"] / own["sums_per_iteration"]
+    size = min(own["alone"], key=lambda n: abs(int(n) - own["bytes_per_iteration"] / own["sums_per_iteration"]))
+    return [
+        f"Between computations a sum of {ranks} ranks that all begin together takes rank 0 about {1e6 * each:,.0f} us"
+        f" in the mean; made again and again, of {int(size):,} bytes, {1e6 * own['alone'][size]:,.0f} in the median."
     ]
 
 
