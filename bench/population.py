@@ -2,7 +2,8 @@
 
     torchpod bench population [--json FILE] [--quick]
 
-Rates are those of all members together. On two cores XLA may hang: it has `TWO_CORES_S` there. Read anakin.py first.
+Rates are those of all members together. On two cores XLA may hang: it has `TWO_CORES_S` there.
+Read anakin.py first.
 """
 
 import os
@@ -21,7 +22,7 @@ STEPS_PER_CALL = 500_000
 LEARN_ITERATIONS = 300
 """Before timing, so that the returns of both sides say whether they learn."""
 TWO_CORES_S = 300.0
-"""Of one run there: on an EPYC XLA hung, on a Xeon it did not."""
+"""Of one run there: on a Xeon XLA hangs with 64 members, and with 16 it does not."""
 FIGURES = Figures("2048x64x64", 95.1, {f"{WORK}/16x4": 330_000, f"{WORK}/64x4": 208_000})
 """What JAX reaches with 64 varies from 208k to 294k."""
 
