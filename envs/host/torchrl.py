@@ -109,6 +109,9 @@ class _Part:
     def __init__(self, env: Any, rows: int) -> None:
         self.env, self._rows = env, rows
         self._specs = {key: spec.shape for key, spec in _nested(env.observation_spec)}
+        written = self._specs | {env.reward_key: env.full_reward_spec[env.reward_key].shape}
+        ends = {key: env.full_done_spec[key].shape for key in ("terminated", "done")}
+        self._written, self._stepped = written, written | ends  # by `_step`, which may leave ends to `step`
         self._now: Any = None
 
     def reset(self, rows: Tensor | None) -> list[Tensor]:
@@ -131,16 +134,14 @@ class _Part:
         )
         if resets.any() and env.batch_locked:  # who can let single rows wait does; what others make of them is not read
             now = now.set("_step", self._mask(~resets))
-        rewards = {env.reward_key: env.full_reward_spec[env.reward_key].shape}
         try:
             stepped = env.step(now)
         except (AttributeError, KeyError, RuntimeError):
-            self._require(env._step(now), self._specs | rewards, "_step()")  # TorchRL does not say what is missing
+            self._require(env._step(now), self._written, "_step()")  # TorchRL does not say what is missing
             raise
         stepped.pop("_step", None)
         after = stepped["next"]
-        ends = {key: env.full_done_spec[key].shape for key in ("terminated", "done")}
-        self._require(after, self._specs | rewards | ends, "_step()")  # step_mdp would keep the last observation
+        self._require(after, self._stepped, "_step()")  # step_mdp would keep the last observation
         self._now = env.step_mdp(stepped)
         reward = self._column(after[env.reward_key])
         terminated = self._column(after["terminated"])
