@@ -129,11 +129,8 @@ class Policies(Agent):
             agent = make(self._spec_of(spec, name), config_class(**settings))
             for asked in LATER:
                 if getattr(agent, asked) != getattr(Agent, asked):
-                    repair = (
-                        "use an agent, or a loss, without replay: ClipPPOLoss" if asked == "replayed" else "turn it off"
-                    )
                     raise ValueError(
-                        f"policy {name} asks for {asked}, which policies of many agents cannot have; {repair}."
+                        f"policy {name} asks for {asked}, which policies of many agents cannot have; turn it off."
                     )
             if list(agent.optimizer_groups()) != ["loss"]:
                 raise ValueError(

@@ -118,8 +118,7 @@ class _Builder:
     @property
     def _has_actions(self) -> str:
         """What is told where a loss is for others."""
-        action = self.spec.action
-        other = "ClipPPOLoss" if self.is_central else for_actions(self.config.loss, action)  # many agents: no replay
+        action, other = self.spec.action, for_actions(self.config.loss, self.spec.action)
         repair = "build actor and loss yourself (docs/torchrl-losses.md)"
         return f"{self.spec.name} has {action}; {repair if other == self.config.loss else f'use loss={other}'}"
 
@@ -456,7 +455,7 @@ class LossPolicies(Policies):
     def __init__(self, spec: EnvSpec, config: TorchRLConfig = TorchRLConfig()) -> None:
         own = [x for x in (config.policies or {}).values() if isinstance(x, Mapping)]
         central = "MAPPOLoss" in {config.loss, *(x.get("loss") for x in own)}
-        super().__init__(spec, config, _agent, LossConfig, central=central)
+        super().__init__(spec, config, _of_policy, LossConfig, central=central)
 
 
 def torchrl_agent(spec: EnvSpec, config: TorchRLConfig = TorchRLConfig()) -> Agent:
@@ -472,8 +471,16 @@ def torchrl_agent(spec: EnvSpec, config: TorchRLConfig = TorchRLConfig()) -> Age
     return _agent(spec, config)
 
 
+def _of_policy(spec: EnvSpec, config: LossConfig) -> Agent:
+    if config.loss in OFF_POLICY:
+        raise ValueError(
+            f"{config.loss} learns from replay, which policies of many agents cannot, and {spec.name} is one; use "
+            "loss=ClipPPOLoss."
+        )
+    return _agent(spec, config)
+
+
 def _agent(spec: EnvSpec, config: LossConfig) -> Agent:
-    """Of one policy."""
     from torchpod.interop.torchrl import LossAgent
 
     actor, loss = parts(spec, config)

@@ -391,7 +391,7 @@ def grouped(spec, config):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make("DQNLoss", 0), "policy sheep asks for annealed, which policies of many agents cannot have"),
+        (lambda: make("DQNLoss", 0), "DQNLoss learns from replay, which policies of many agents cannot"),
         (
             lambda: make("MAPPOLoss", 0, CartPole()),
             "MAPPOLoss is for environments with groups of agents, and cartpole has one",
@@ -413,6 +413,12 @@ def grouped(spec, config):
 def test_what_cannot_work_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("loss", ["REDQLoss", "DiscreteSACLoss"])
+def test_losses_with_replay_are_sent_to_one_that_works(loss):
+    with pytest.raises(ValueError, match=f"{loss} learns from replay, .*tagger of tag_gridworld.*; use loss=ClipPPO"):
+        torchrl_agent(TagGridWorld().spec, TorchRLConfig(loss, hidden=(8,)))
 
 
 def test_policies_may_have_losses_and_settings_of_their_own(seed):
