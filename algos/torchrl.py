@@ -382,12 +382,13 @@ OFF_POLICY: dict[str, Maker] = {
     "IQLLoss": _iql,
     "REDQLoss": _soft,
     "SACLoss": _soft,
+    "TD3BCLoss": _deterministic,
     "TD3Loss": _deterministic,
     "TQCLoss": _quantiles,
 }
 LOSSES = ON_POLICY | OFF_POLICY
-EPSILON_GREEDY, NOISY = ("DQNLoss", "DistributionalDQNLoss"), ("DDPGLoss", "TD3Loss")
-CONTINUOUS = ("CQLLoss", "CrossQLoss", "DDPGLoss", "IQLLoss", "REDQLoss", "SACLoss", "TD3Loss", "TQCLoss")
+EPSILON_GREEDY, NOISY = ("DQNLoss", "DistributionalDQNLoss"), ("DDPGLoss", "TD3BCLoss", "TD3Loss")
+CONTINUOUS = ("CQLLoss", "CrossQLoss", "DDPGLoss", "IQLLoss", "REDQLoss", "SACLoss", "TD3BCLoss", "TD3Loss", "TQCLoss")
 """Those that are for continuous actions alone."""
 MULTI_AGENT = ("IPPOLoss", "MAPPOLoss")
 """Those that TorchRL has for groups of agents; the others that are on-policy can have them, too."""

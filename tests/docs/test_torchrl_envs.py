@@ -23,6 +23,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert printed == [
         "(4,) Discrete(num_values=2, dtype=torch.int64)",
         "4096 torch.Size([256, 1])",
+        "torch.Size([8, 20, 3, 1])",
         "torch.Size([256, 4])",
         "True",
     ]

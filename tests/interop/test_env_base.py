@@ -5,17 +5,18 @@ import warnings
 
 import pytest
 import torch
-from torchrl.envs import StepCounter, TransformedEnv, check_env_specs
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.envs import RewardSum, StepCounter, TransformedEnv, check_env_specs
 
 from torchpod import random
 from torchpod.env import HostEnv, TensorEnv, where
 from torchpod.envs import MAKERS, CartPole, Catch, Pendulum
+from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld
 from torchpod.interop.env_base import to_torchrl
-from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.types import LAST
 
 TENSOR = {name: m for name, m in MAKERS.items() if isinstance(m, type) and issubclass(m, TensorEnv)}
-GROUPS = [name for name, maker in TENSOR.items() if maker().spec.groups is not None]
 
 
 class Ladder(TensorEnv):
@@ -36,15 +37,9 @@ class Ladder(TensorEnv):
         return {"place": state, "up": state[:, 1:2] > 0}
 
 
-@pytest.mark.parametrize("name", [name for name in TENSOR if name not in GROUPS])
+@pytest.mark.parametrize("name", TENSOR)
 def test_torchrls_check_passes(name):
     check_env_specs(to_torchrl(TENSOR[name](), 3))
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_a_game_of_several_agents_is_refused_in_one_sentence(name):
-    with pytest.raises(ValueError, match="has groups of agents, which to_torchrl cannot name; use one agent"):
-        to_torchrl(TENSOR[name](), 3)
 
 
 def test_a_dict_of_actions_is_refused_in_one_sentence():
@@ -53,6 +48,109 @@ def test_a_dict_of_actions_is_refused_in_one_sentence():
 
     with pytest.raises(ValueError, match=r"parts has a dict of actions, \['a', 'b'\], and to_torchrl takes one Box"):
         to_torchrl(Parts(), 3)
+
+    class Team(Ladder):
+        spec = EnvSpec("team", {"us": Array((1,))}, {"us": Parts.spec.action}, 3, groups={"us": 2})
+
+    with pytest.raises(ValueError, match=r"team has a dict of actions of us, \['a', 'b'\], and to_torchrl takes one"):
+        to_torchrl(Team(), 3)
+
+
+class Team(TensorEnv):
+    """Two climbers and a guide; a climber who takes action 1 is out of the game, which ends when both are."""
+
+    spec = EnvSpec(
+        "team",
+        {"climber": Array((1,)), "guide": {"seen": Array((2,))}},
+        {"climber": Discrete(2), "guide": Box((1,), -1.0, 1.0)},
+        4,
+        groups={"climber": 2, "guide": 1},
+    )
+
+    def reset(self, keys):
+        return torch.zeros(keys.shape[0], 2), torch.zeros(keys.shape[0], 2, dtype=torch.bool)
+
+    def transition(self, state, action, keys):
+        height, out = state
+        reward = {"climber": height.clone(), "guide": action["guide"][..., 0]}
+        return (height + 1 * ~out, out | (action["climber"] == 1)), reward, (out | (action["climber"] == 1)).all(-1)
+
+    def observe(self, state):
+        return {"climber": state[0][..., None], "guide": {"seen": state[0][:, None]}}
+
+    def extras(self, state):
+        return {"alive": {"climber": ~state[1], "guide": torch.ones_like(state[1][:, :1])}}
+
+
+def test_agents_of_groups_have_keys_and_ends_of_their_own():
+    env = to_torchrl(Team(), 2)
+    check_env_specs(env)
+    assert env.group_map == {"climber": ["climber_0", "climber_1"], "guide": ["guide_0"]}
+    td = env.reset()
+    assert td["climber"].batch_size == (2, 2) and td["guide", "observation", "seen"].shape == (2, 1, 2)
+    seen, actions = [], [[[0, 1], [0, 0]], [[0, 0], [0, 0]], [[1, 0], [0, 0]], [[0, 0], [0, 0]]]
+    for climbers in actions:
+        td["climber", "action"], td["guide", "action"] = torch.tensor(climbers), torch.full((2, 1, 1), 0.5)
+        td, following = env.step_and_maybe_reset(td)
+        seen.append(td["next"])
+        td = following
+    mine, theirs = (torch.stack([x[i] for x in seen]) for i in (0, 1))
+    assert mine["climber", "mask"].tolist() == [[True, False], [True, False], [False, False], [True, True]]
+    assert mine["climber", "terminated"][..., 0].tolist() == (~mine["climber", "mask"]).tolist()
+    assert mine["terminated"][:, 0].tolist() == [False, False, True, False]  # and begins anew after it
+    assert mine["climber", "observation"][..., 0].tolist() == [[1, 1], [2, 1], [3, 1], [1, 1]]
+    assert mine["climber", "reward"][..., 0].tolist() == [[0, 0], [1, 1], [2, 1], [0, 0]]
+    assert mine["guide", "reward"][:, 0, 0].tolist() == [0.5] * 4
+    assert mine["guide", "done"][:, 0, 0].tolist() == mine["done"][:, 0].tolist()
+    assert theirs["truncated"][:, 0].tolist() == [False, False, False, True] and not theirs["terminated"].any()
+    assert theirs["climber", "truncated"][-1, :, 0].all() and not theirs["climber", "terminated"].any()
+    assert (td["climber", "observation"] == torch.tensor([1.0, 0.0])[:, None, None]).all()  # who was cut begins anew
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("climber", torch.zeros(2, dtype=torch.int64), r"takes \('climber', 'action'\) of shape \[2, 2\], and this is"),
+        ("climber", torch.full((2, 2), 2), r"integers from 0 to 1 as \('climber', 'action'\), and these are from 2"),
+        ("guide", torch.full((2, 1, 1), math.nan), r"finite numbers as \('guide', 'action'\)"),
+        ("guide", None, r"takes \('guide', 'action'\) of shape \[2, 1, 1\], and step\(\) got .*let the policy write"),
+    ],
+)
+def test_wrong_actions_of_an_agent_are_refused_with_their_key(key, value, told):
+    env = to_torchrl(Team(), 2)
+    td = env.reset()
+    td["climber", "action"], td["guide", "action"] = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 1, 1)
+    if value is None:
+        del td[key, "action"]
+    else:
+        td[key].batch_size = [2]
+        td[key, "action"] = value
+    with pytest.raises(ValueError, match=f"team .*{told}"):
+        env.step(td)
+
+
+def test_a_collector_of_torchrl_collects_games_of_tag(seed):
+    """With a policy of TorchRL's for several agents, and its sums of rewards."""
+    from torchrl.modules import MultiAgentMLP
+
+    env = to_torchrl(TagGridWorld(num_taggers=3, grid_length=4, max_episode_steps=5), 4, seed=seed)
+    keys = [(group, "reward") for group in env.group_map]
+    env = TransformedEnv(env, RewardSum(in_keys=keys, out_keys=[(g, "episode_reward") for g in env.group_map]))
+    check_env_specs(env)
+    nets = []
+    for group, names in env.group_map.items():
+        net = MultiAgentMLP(17, 5, len(names), centralized=False, share_params=True, depth=1, num_cells=8)
+        module = TensorDictModule(net, [(group, "observation")], [(group, "logits")])
+        nets += [module, TensorDictModule(lambda x: x.argmax(-1), [(group, "logits")], [(group, "action")])]
+    rollout = env.rollout(12, TensorDictSequential(*nets), break_when_any_done=False)
+    assert rollout["tagger", "episode_reward"].shape == (4, 12, 3, 1)
+    total, expected = torch.zeros(4, 3, 1), []
+    for t in range(12):
+        total = total + rollout["next", "tagger", "reward"][:, t]
+        expected.append(total)
+        total = total.masked_fill(rollout["next", "done"][:, t, None], 0.0)
+    torch.testing.assert_close(rollout["next", "tagger", "episode_reward"], torch.stack(expected, 1))
+    assert rollout["next", "done"].sum() >= 8
 
 
 class Two(Ladder):
@@ -183,7 +281,7 @@ def test_wrong_things_are_named():
     with pytest.raises(RuntimeError, match=r"cartpole: call reset\(\) before step"):
         env.step(env.fake_tensordict().exclude("next").set("action", torch.tensor([0, 1])))
     start = env.reset()
-    with pytest.raises(ValueError, match=r"actions of shape \[2\], and these are \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"of shape \[2\], and this is \[2, 1\]"):
         env.step(start.set("action", torch.tensor([[0], [1]])))
 
 

@@ -362,15 +362,23 @@ def test_advantages_are_those_of_the_estimator_of_the_loss(kind, seed):
         torch.testing.assert_close(steps[name], data[name][..., 0].T.detach(), rtol=1e-9, atol=1e-9)
 
 
+class Bold(TD3BCLoss):
+    """Whose actor's term counts twice."""
+
+    def actor_loss(self, tensordict):
+        loss, metadata = super().actor_loss(tensordict)
+        return 2 * loss, metadata
+
+
 @pytest.mark.filterwarnings("ignore:No target network updater")
 def test_a_loss_that_has_no_name_here_learns_too(seed):
-    """TD3 + BC, Fujimoto and Gu 2021, of a user's own networks: its gradient is TorchRL's."""
+    """One of a user's own, of networks of their own: its gradient is what backward() gives."""
     env = Pendulum(max_episode_steps=T)
 
     def make():
         torch.manual_seed(seed)
         actor = TensorDictModule(nn.Sequential(nn.Linear(3, 1), nn.Tanh()), ["observation"], ["action"])
-        return actor, TD3BCLoss(actor, q_critic(4), action_spec=Bounded(-2.0, 2.0, (1,)))
+        return actor, Bold(actor, q_critic(4), action_spec=Bounded(-2.0, 2.0, (1,)))
 
     (actor, loss), (_, own) = make(), make()
     agent = LossAgent(actor, loss, spec=env.spec, noise=0.1, discount=0.9)

@@ -58,6 +58,21 @@ QUICK = [("A2CLoss", CartPole, {})]
 """To compile."""
 
 
+@pytest.fixture(autouse=True)
+def default_dtype():
+    """Is what it was, after a test that sets it."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def double(name, *modules):
+    """In float64; DistributionalDQNLoss makes tensors of the default type."""
+    if name == "DistributionalDQNLoss":
+        torch.set_default_dtype(torch.float64)
+    for x in modules:
+        x.double()
+
+
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # which tensordict asks for
 @pytest.mark.filterwarnings("ignore:.*Monte", "ignore:.*analytic")
 @pytest.mark.parametrize(
@@ -80,11 +95,7 @@ def test_updates_are_those_of_torchrl_and_torch_optim(compiled, name, make_env, 
         first = 1e-7  # 1e-8 is added to the standard deviation
     if compiled and name in NOISY:
         first, later = 1e-7, 1e-6
-    if name == "DistributionalDQNLoss":  # makes float32 tensors itself
-        trajectory, first, later = single(trajectory), 1e-5, 1e-5
-    else:
-        agent.double()
-        loss.double()
+    double(name, agent, loss)
 
     keys = random.split(random.key(seed + 5), B)
     rates = {"learning_rate": 2**-7, "anneal_learning_rate": False, "max_grad_norm": 0.3}
@@ -166,10 +177,7 @@ def test_the_program_of_an_update_is_exact(name, seed):
     env = env_for(name, max_episode_steps=T)
     agent, _ = of_both(name, env, seed)
     trajectory, exact = ended(collect(agent, env, seed)), 1e-9
-    if name == "DistributionalDQNLoss":  # makes float32 tensors itself
-        trajectory, exact = collect(agent, env, seed), 1e-5
-    else:
-        agent.double()
+    double(name, agent)
     batch, learner = batch_of(agent, trajectory, seed), Learner(agent, LearnerConfig(), num_iterations=1)
     state = learner.init(*variables_of(agent))
     params = {key: x + 0.05 * torch.randn_like(x) for key, x in state.params.items()}

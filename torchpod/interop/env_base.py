@@ -18,7 +18,7 @@ from torchpod.compile import Compiler
 from torchpod.env import TensorEnv, where
 from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.trees import contiguous
-from torchpod.types import LAST, Tree
+from torchpod.types import LAST, TimeStep, Tree
 
 
 def to_torchrl(
@@ -31,6 +31,11 @@ def to_torchrl(
     once where an episode is done, so that there is no row between two episodes: the last observation of an episode is
     in `("next", "observation")` and the first of the next one in `observation` of the row after it.
 
+    Groups of agents are named as TorchRL's multi-agent environments do: `("tagger", "observation")` `[B, N, ...]`,
+    `("tagger", "action")` `[B, N]`, `("tagger", "reward")` `[B, N, 1]`, and its `done`, `terminated` and `truncated`
+    `[B, N, 1]` beside those of the environment, for an agent may be out of the game before the others. Where agents may
+    be so, `("tagger", "mask")` `[B, N]` says who plays. `env.group_map` has the names of the agents of every group.
+
     A step refuses actions of another shape or kind; on the CPU also integers out of range, NaN and infinity: on a GPU
     the host would have to wait for the values. Floats outside the bounds go to the environment; torchpod's own clip.
 
@@ -42,7 +47,7 @@ def to_torchrl(
       compile: compile the step, which takes seconds at the first one.
 
     Raises:
-      ValueError: for an environment on the host, one with groups of agents or a dict of actions; if there
+      ValueError: for an environment on the host, or one with a dict of actions (of a group of agents, too); if there
         is no environment.
     """
     if num_envs < 1:
@@ -51,13 +56,12 @@ def to_torchrl(
         raise ValueError(
             f"{env.spec.name} is stepped on the host; to_torchrl takes environments that are tensor programs."
         )
-    if env.spec.groups is not None:
-        raise ValueError(f"{env.spec.name} has groups of agents, which to_torchrl cannot name; use one agent.")
-    if isinstance(env.spec.action, dict):
-        raise ValueError(
-            f"{env.spec.name} has a dict of actions, {sorted(env.spec.action)}, and to_torchrl takes one Box, Discrete "
-            "or MultiDiscrete; make it one."
-        )
+    for group, action in {"": env.spec.action}.items() if env.spec.groups is None else env.spec.action.items():
+        if isinstance(action, dict):
+            raise ValueError(
+                f"{env.spec.name} has a dict of actions{group and f' of {group}'}, {sorted(action)}, and to_torchrl "
+                "takes one Box, Discrete or MultiDiscrete; make it one."
+            )
     return TorchRLEnv(env, num_envs, seed, torch.device(device), compile)
 
 
@@ -66,23 +70,46 @@ class TorchRLEnv(EnvBase):
 
     def __init__(self, env: TensorEnv, num_envs: int, seed: int, device: torch.device, compile: bool) -> None:
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
-        self._env = env
+        self._env, self._groups = env, env.spec.groups
         self._stepped = Compiler(compile)(lambda state, action, keys: contiguous(env.step(state, action, keys)))
-        lead = torch.Size([num_envs])
-        self.observation_spec = Composite(
-            {"observation": torchrl_spec(env.spec.observation, lead, device)}, shape=lead, device=device
-        )
-        self.action_spec = torchrl_spec(env.spec.action, lead, device)
-        self.reward_spec = Unbounded(torch.Size([num_envs, 1]), device=device)
-        flags = ("done", "terminated", "truncated")
-        flag = Categorical(2, shape=torch.Size([num_envs, 1]), dtype=torch.bool, device=device)
-        self.done_spec = Composite({name: flag.clone() for name in flags}, shape=lead, device=device)
+        lead = self.batch_size
+        if self._groups is None:
+            seen = {"observation": torchrl_spec(env.spec.observation, lead, device)}
+            self.observation_spec = Composite(seen, shape=lead, device=device)
+            self.action_spec = torchrl_spec(env.spec.action, lead, device)
+            self.reward_spec = Unbounded(torch.Size([num_envs, 1]), device=device)
+            self.done_spec = Composite(_flag_specs(lead, device), shape=lead, device=device)
+        else:
+            self._make_specs_of_groups(self._groups)
+        self._first_action: Tree = torch.zeros_like(self.action_spec.zero())
+        if self._groups is not None:
+            self._first_action = {group: self._first_action[group, "action"] for group in self._groups}
         self._state: Tree = None
+        self._seen: dict[str, Any] = {}
         self._was_last = torch.zeros(num_envs, dtype=torch.bool, device=device)
-        self._ended = torch.zeros_like(self._was_last)
-        self._first_action = pytree.tree_map(torch.zeros_like, self.action_spec.zero())
-        self._observation: Tree = None
+        self._discount: Tree = None
         self._set_seed(seed)
+
+    def _make_specs_of_groups(self, groups: dict[str, int]) -> None:
+        env, lead, device = self._env, self.batch_size, self.device
+        self.group_map = {group: [f"{group}_{i}" for i in range(size)] for group, size in groups.items()}
+        mortal = "alive" in env.init(random.split(random.key(0, device), 1))[1].extras
+        seen, acts, rewards, done = {}, {}, {}, {}
+        for group, size in groups.items():
+            wide = torch.Size([*lead, size])
+            own: dict[str, TensorSpec] = {"observation": torchrl_spec(env.spec.observation[group], wide, device)}
+            if mortal:
+                own["mask"] = Categorical(2, shape=wide, dtype=torch.bool, device=device)
+            seen[group] = Composite(own, shape=wide, device=device)
+            action = torchrl_spec(env.spec.action[group], wide, device)
+            acts[group] = Composite(action=action, shape=wide, device=device)
+            reward = Unbounded(torch.Size([*wide, 1]), device=device)
+            rewards[group] = Composite(reward=reward, shape=wide, device=device)
+            done[group] = Composite(_flag_specs(wide, device), shape=wide, device=device)
+        self.observation_spec = Composite(seen, shape=lead, device=device)
+        self.action_spec = Composite(acts, shape=lead, device=device)
+        self.reward_spec = Composite(rewards, shape=lead, device=device)
+        self.done_spec = Composite(_flag_specs(lead, device) | done, shape=lead, device=device)
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
@@ -99,74 +126,90 @@ class TorchRLEnv(EnvBase):
         with torch.no_grad():
             if mask is None or self._state is None:
                 state, timestep = self._env.init(keys)
-                self._state, observation = contiguous(state), timestep.observation
-                chosen = torch.ones_like(self._was_last)
+                self._state, seen = contiguous(state), self._named(timestep)
+                self._was_last = torch.zeros_like(self._was_last)
+                self._discount = timestep.discount
             else:
                 chosen = mask.reshape(-1)
                 # The step after the last begins the next episode, and keeps what outlives one (`TensorEnv.restart`).
                 state, timestep = self._stepped(self._state, self._first_action, keys)
-                observation = timestep.observation
                 if bool((chosen & ~self._was_last).any()):  # cut by whoever collects, in the middle of an episode
                     fresh, first = self._env.init(keys)
-                    state = where(self._was_last, state, fresh)
-                    observation = where(self._was_last, observation, first.observation)
+                    state, timestep = where(self._was_last, (state, timestep), (fresh, first))
                 self._state = contiguous(where(chosen, state, self._state))
-                observation = where(chosen, observation, self._observation)
-        self._was_last = self._was_last & ~chosen
-        self._observation = observation
-        flags = self.full_done_spec.zero()
-        flags["done"] = self._was_last[:, None].clone()
-        return TensorDict(
-            {"observation": pytree.tree_map(torch.clone, observation), **flags.to_dict()},
-            batch_size=self.batch_size,
-            device=self.device,
-        )
+                seen = where(chosen, self._named(timestep), self._seen)
+                self._discount = where(chosen, timestep.discount, self._discount)
+                self._was_last = self._was_last & ~chosen
+        self._seen = seen
+        return self._written(None)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        action = self._checked(tensordict)
+        action = self._actions(tensordict)
         if self._state is None:
             raise RuntimeError(f"{self._env.spec.name}: call reset() before step().")
         with torch.no_grad():
             state, timestep = self._stepped(self._state, action, self._next_keys())
-        last, ended = timestep.step_type == LAST, timestep.discount == 0
-        observation, reward = timestep.observation, timestep.reward
+        last, seen = timestep.step_type == LAST, self._named(timestep)
+        reward, discount = timestep.reward, timestep.discount
         stepped = tensordict.get("_step", None)
         if stepped is not None:  # TorchRL leaves alone what is done, until all are
             rows = stepped.reshape(-1)
-            state = contiguous(where(rows, state, self._state))
-            observation = where(rows, observation, self._observation)
-            reward, last, ended = where(rows, (reward, last, ended), (0.0 * reward, self._was_last, self._ended))
-        self._state, self._observation, self._was_last, self._ended = state, observation, last, ended
-        return TensorDict(
-            {
-                # A copy: who changes it in place must not change the state, which it may be a view of.
-                "observation": pytree.tree_map(torch.clone, observation),
-                "reward": reward[:, None].clone(),
-                "done": last[:, None],
-                "terminated": (last & ended)[:, None],
-                "truncated": (last & ~ended)[:, None],
-            },
-            batch_size=self.batch_size,
-            device=self.device,
-        )
+            state, seen = contiguous(where(rows, state, self._state)), where(rows, seen, self._seen)
+            discount, last = where(rows, (discount, last), (self._discount, self._was_last))
+            reward = pytree.tree_map(lambda x: where(rows, x, torch.zeros_like(x)), reward)
+        self._state, self._seen, self._was_last, self._discount = state, seen, last, discount
+        return self._written(reward)
 
-    def _checked(self, tensordict: TensorDictBase) -> Tensor:
-        """The action, of the dtype of the spec."""
-        name, spec, expected = self._env.spec.name, self._env.spec.action, self.action_spec.shape
-        action = tensordict.get("action", None)
+    def _named(self, timestep: TimeStep) -> dict[str, Any]:
+        """What is seen, by key."""
+        if self._groups is None:
+            return {"observation": timestep.observation}
+        alive = timestep.extras.get("alive")
+        mask = {} if alive is None else {group: {"mask": alive[group]} for group in self._groups}
+        return {group: {"observation": timestep.observation[group], **mask.get(group, {})} for group in self._groups}
+
+    def _written(self, reward: Tree) -> TensorDict:
+        """What is seen, and whether it is the end; with rewards, if any.
+
+        Copies: who changes what is seen in place must not change the state, which it may be a view of.
+        """
+        last, own = self._was_last, pytree.tree_map(torch.clone, self._seen)
+        ended = torch.stack([(x == 0).reshape(x.shape[0], -1).all(-1) for x in pytree.tree_leaves(self._discount)])
+        own |= _flags(last, ended.all(0))
+        for group, size in (self._groups or {}).items():
+            gone = self._discount[group] == 0
+            own[group] |= _flags(last[:, None] | gone, gone)
+            if reward is not None:
+                own[group]["reward"] = reward[group][..., None].clone()
+            own[group] = TensorDict(own[group], batch_size=[*self.batch_size, size], device=self.device)
+        if self._groups is None and reward is not None:
+            own["reward"] = reward[:, None].clone()
+        return TensorDict(own, batch_size=self.batch_size, device=self.device)
+
+    def _actions(self, tensordict: TensorDictBase) -> Tree:
+        """Those of the environment, of the dtype of the spec."""
+        spec = self._env.spec.action
+        if self._groups is None:
+            return self._checked(tensordict, "action", spec, self.action_spec.shape)
+        sizes = {group: torch.Size([*self.batch_size, n, *spec[group].shape]) for group, n in self._groups.items()}
+        return {group: self._checked(tensordict, (group, "action"), spec[group], sizes[group]) for group in sizes}
+
+    def _checked(self, tensordict: TensorDictBase, key: Any, spec: SpecTree, expected: torch.Size) -> Tensor:
+        """The action at a key."""
+        name, action, known = self._env.spec.name, tensordict.get(key, None), sorted(map(str, tensordict.keys()))
+        assert not isinstance(spec, dict)  # which to_torchrl refuses
         if action is None:
             raise ValueError(
-                f"{name} takes 'action' of shape {list(expected)}, and step() got {sorted(tensordict.keys())}; let the "
-                "policy write 'action'."
+                f"{name} takes {key!r} of shape {list(expected)}, and step() got {known}; let the policy write {key!r}."
             )
         if action.shape != expected:
             raise ValueError(
-                f"{name} takes actions of shape {list(expected)}, and these are {list(action.shape)}; write one "
-                f"'action' for each of the {expected[0]} environments."
+                f"{name} takes {key!r} of shape {list(expected)}, and this is {list(action.shape)}; write one for each "
+                f"of the {expected[0]} environments{'' if self._groups is None else ' and every agent'}."
             )
         if not torch.can_cast(action.dtype, spec.dtype):
             raise ValueError(
-                f"{name} takes 'action' of {spec.dtype}, and this is {action.dtype}; let the policy write {spec.dtype}."
+                f"{name} takes {key!r} of {spec.dtype}, and this is {action.dtype}; let the policy write {spec.dtype}."
             )
         action = action.detach().to(spec.dtype)
         if action.device.type != "cpu":
@@ -175,12 +218,23 @@ class TorchRLEnv(EnvBase):
             num = torch.tensor(spec.num_values if isinstance(spec, Discrete) else spec.nvec)
             if ((action < 0) | (action >= num)).any():
                 raise ValueError(
-                    f"{name} takes integers from 0 to {(num - 1).tolist()} as 'action', and these are from "
+                    f"{name} takes integers from 0 to {(num - 1).tolist()} as {key!r}, and these are from "
                     f"{action.min()} to {action.max()}; let the policy choose among so many."
                 )
         else:
-            require_finite(action, f"{name} takes finite numbers as 'action'")
+            require_finite(action, f"{name} takes finite numbers as {key!r}")
         return action
+
+
+def _flags(done: Tensor, ended: Tensor) -> dict[str, Tensor]:
+    """`[..., 1]` each."""
+    flags = {"done": done, "terminated": done & ended, "truncated": done & ~ended}
+    return {name: x[..., None].clone() for name, x in flags.items()}
+
+
+def _flag_specs(lead: torch.Size, device: torch.device | None) -> dict[str, TensorSpec]:
+    flag = Categorical(2, shape=torch.Size([*lead, 1]), dtype=torch.bool, device=device)
+    return {name: flag.clone() for name in ("done", "terminated", "truncated")}
 
 
 def torchrl_spec(spec: SpecTree, lead: torch.Size, device: torch.device | None = None) -> TensorSpec:

@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchrl.modules.value_norm import ValueNorm
-from torchrl.objectives import CQLLoss, LossModule
+from torchrl.objectives import CQLLoss, LossModule, TD3BCLoss
 
 from torchpod.interop.both_ways import both_ways
 from torchpod.interop.keyed import Keyed
@@ -50,8 +50,8 @@ class PureLoss:
     delayed: tuple[str, ...]
     """The networks that it has targets for."""
     mixes_rows: bool
-    """Whether it makes one number of all rows: an adaptive coefficient, running statistics of value targets, or CQL's
-    mean of its log-sum-exp."""
+    """Whether it makes one number of all rows: an adaptive coefficient, running statistics of value targets, CQL's
+    mean of its log-sum-exp, or how much of the data's actions TD3+BC clones."""
 
     def __init__(self, loss: LossModule, adaptive: Sequence[str] = (), *, bootstraps: bool = False) -> None:
         self.loss, self._adaptive = loss, tuple(adaptive)
@@ -101,7 +101,7 @@ class PureLoss:
             if x.numel() != 1:
                 raise ValueError(f"{name} of {type(loss).__name__} has shape {list(x.shape)}; make it with shape=1.")
             self.buffers[name] = x.reshape(())
-        self.mixes_rows = bool(running) or bool(self._adaptive) or isinstance(loss, CQLLoss)
+        self.mixes_rows = bool(running) or bool(self._adaptive) or isinstance(loss, CQLLoss | TD3BCLoss)
 
     def names_in(self, module: nn.Module, what: str) -> dict[str, str]:
         """For each parameter and buffer of a network, or of something around it, its name here.

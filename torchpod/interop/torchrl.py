@@ -10,8 +10,8 @@ TensorDict with TorchRL's keys: `observation`, `action`, what the actor wrote be
 - all others: `("next", "observation")`, `("next", "reward")`, `("next", "done")` and `("next", "terminated")`.
 
 A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets. Where a loss
-makes one number of all rows (an adaptive coefficient, running statistics, CQL's mean of its log-sum-exp), copies of
-others are in the place of resets.
+makes one number of all rows (an adaptive coefficient, running statistics, CQL's mean of its log-sum-exp, the cloning
+of TD3+BC), copies of others are in the place of resets.
 """
 
 import inspect
