@@ -14,6 +14,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchRL's collectors, about themselves
+@pytest.mark.filterwarnings("ignore:TensorDict.to_module:FutureWarning")  # of MultiAgentMLP in the oldest TorchRL
 def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)  # training writes its run folders here
     names: dict = {"__name__": "__main__"}

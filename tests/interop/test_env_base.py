@@ -129,7 +129,8 @@ def test_wrong_actions_of_an_agent_are_refused_with_their_key(key, value, told):
         env.step(td)
 
 
-def test_a_collector_of_torchrl_collects_games_of_tag(seed):
+@pytest.mark.filterwarnings("ignore:TensorDict.to_module:FutureWarning")  # of MultiAgentMLP in the oldest TorchRL
+def test_a_rollout_of_torchrl_plays_games_of_tag(seed):
     """With a policy of TorchRL's for several agents, and its sums of rewards."""
     from torchrl.modules import MultiAgentMLP
 

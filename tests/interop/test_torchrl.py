@@ -306,7 +306,7 @@ def test_one_hot_actions_may_be_floats(seed):
 
 
 def test_every_loss_is_in_one_list():
-    assert not ON_POLICY.keys() & OFF_POLICY.keys() and len(LOSSES) == 19
+    assert not ON_POLICY.keys() & OFF_POLICY.keys() and len(LOSSES) == 20
 
 
 @pytest.mark.slow
