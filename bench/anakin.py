@@ -2,7 +2,8 @@
 
     torchpod bench anakin [--json FILE] [--quick] [--only NAME]
 
-Time is a budget: environment only, + policy, + update; compile time cold and warm beside it, and once that of the first
+Time is a budget: environment only, + policy, + update, with the share that the networks' matrix products need at the
+rate of calibrate.py (floor.py has the formula); compile time cold and warm beside it, and once that of the first
 start on a machine, which makes our own libraries and the precompiled header as well. The JAX driver is our own; rows
 `rejax_...` have PPO of a third party beside torchpod's, and the suite fails where that is faster than our driver.
 Read harness.py first.
@@ -147,6 +148,7 @@ def main(
         elif case.mode == "update":
             note = "returns say nothing in so few steps"
             row = dataclasses.replace(row, note="; ".join(filter(None, [row.note, note])))
+        row = with_floor(row, case, a, max(c[FIGURES.product] for c in calibrations))
         rows.append(row)
         print(describe(row), flush=True)
         if case.mode == "update" and case.cores == 1 and case.peer == "jax" and case.num_envs <= 4096:
@@ -180,6 +182,22 @@ def main(
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
     )
+
+
+def with_floor(row: Row, case: Case, measured: Measured, gflops: float) -> Row:
+    """Says which share of the time the products of the networks need, at the rate of one that stays in cache.
+
+    Args:
+      row: with the rate.
+      case: of the row.
+      measured: torchpod's side.
+      gflops: of one core.
+    """
+    if isinstance(measured, WorkerError) or row.value is None or not (flops := measured[0].get("flops")):
+        return row
+    share = flops * row.value / (1e9 * gflops * case.cores)
+    note = f"matrix products need {share:.0%} of the time, at {gflops:.0f} GFLOP/s{' a core' if case.cores > 1 else ''}"
+    return dataclasses.replace(row, note="; ".join(filter(None, [row.note, note])))
 
 
 def default_workers() -> tuple[Worker, Worker]:

@@ -25,6 +25,7 @@ from torchpod import random
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
+from torchpod.bench import floor
 from torchpod.bench.clock import Clock
 from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled, table
@@ -171,6 +172,9 @@ class Prepared:
         rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
         count, total_return = sums[-1][:2]
         cuda = {"cuda": str(torch.version.cuda)} if on_gpu else {}
+        own = sizes(anakin, self._state.carry)
+        epochs = config.num_epochs if self._mode == "update" else 0
+        num_flops = floor.flops(1, epochs, own["layers"], own["observation_size"])
         return {
             "framework": "torchpod",
             "mode": self._mode,
@@ -187,6 +191,7 @@ class Prepared:
             "iterations": self._iterations,
             "total_iterations": anakin.num_iterations,
             "population": anakin.population,
+            "flops": num_flops if self._mode != "env_only" else 0.0,
             "compile_s": self._first_s - self._replay.capture_s - self._wall_s[1],
             "env_steps": env_steps,
             "wall_s": wall_s,

@@ -86,6 +86,7 @@ class Measurement(TypedDict):
     total_iterations: int  # warm-up and timed together; the learning rate falls over these
     env: NotRequired[str]  # where a worker knows several
     population: NotRequired[int]  # members, whose steps are added up; num_envs and rows are those of one
+    flops: NotRequired[float]  # of the networks in one environment step, with its share of the update (floor.py)
     compile_s: float
     env_steps: list[float]  # of each timed call: transitions, no resets
     wall_s: list[float]

@@ -13,7 +13,7 @@ from torchpod.bench.harness import Worker
 FAKE = textwrap.dedent(
     """
     import json, os, sys
-    name, rate, params, log, *arguments = sys.argv[1:]
+    name, rate, params, flops, log, *arguments = sys.argv[1:]
     options = dict(zip(arguments[::2], arguments[1::2]))
     num_envs, iterations = int(options["--num-envs"]), int(options["--iterations"])
     repeats, warmup = int(options["--repeats"]), int(options.get("--warmup", 0))
@@ -25,7 +25,7 @@ FAKE = textwrap.dedent(
     print("a line that is not JSON")
     print(json.dumps(dict(
         framework=name, mode=options["--mode"], num_envs=num_envs, unroll_length=128, epochs=4, minibatches=4,
-        batch_rows=128 * num_envs, param_count=int(params), dtype="float32", iterations=iterations,
+        batch_rows=128 * num_envs, param_count=int(params), flops=float(flops), dtype="float32", iterations=iterations,
         total_iterations=iterations * (repeats + max(1, -(-warmup // iterations))), compile_s=0.5 if warm else 5.0,
         env_steps=[iterations * 128 * num_envs] * repeats,
         wall_s=[wall] * repeats, cpu_s=[wall] * repeats, env_steps_per_s=dict(median=float(rate), min=1.0, max=1.0),
@@ -43,8 +43,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(harness, "calibrate", lambda core: CALIBRATION)
     monkeypatch.setattr(harness, "commit", lambda: "abc1234")
 
-    def make(name: str, rate: float, *, params: int = 9155, missing: str | None = None) -> Worker:
-        command = (sys.executable, "-S", str(script), name, str(rate), str(params), str(tmp_path / "log"))
+    def make(name: str, rate: float, *, params: int = 9155, flops: float = 0.0, missing: str | None = None) -> Worker:
+        command = (sys.executable, "-S", str(script), name, str(rate), str(params), str(flops), str(tmp_path / "log"))
         return Worker(name, command, missing=missing)
 
     return make

@@ -11,3 +11,6 @@ def test_a_profile_accounts_for_the_timed_calls_alone():
     assert 0 < sum(map(sum, clock.seconds.values())) < sum(m["wall_s"])
     assert len(clock.table(sum(m["wall_s"])).splitlines()) == sum(map(bool, calls.values())) + 1
     assert m["env_steps"][0] <= 4 * 128 and len(m["env_steps"]) == 2  # resets are no steps
+    sizes = [(4, 64), (64, 64), (64, 2), (4, 64), (64, 64), (64, 1)]  # of policy and critic
+    forward, inputs = (2 * sum(i * o for i, o in layers) for layers in (sizes, [(4, 64)] * 2))
+    assert m["flops"] == forward + 4 * (3 * forward - inputs)  # to act, and four epochs

@@ -44,6 +44,15 @@ def test_a_row_holds_the_ratio_of_torchpod_over_its_peer_with_every_repeat(tmp_p
     assert row["commit"] and row["hardware"] == document["hardware"]["name"] and row["versions"]["jax"] == "1"
 
 
+def test_a_row_says_what_its_matrix_products_need(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 100.0})
+    _, document = run_suite(tmp_path, fake("torchpod", 3000, flops=1e7), fake("jax", 2000))
+    row = next(row for row in document["rows"] if row["name"] == "ppo_cartpole/64")
+    assert "matrix products need 30% of the time, at 100 GFLOP/s" in row["note"]
+    two = anakin.with_floor(harness.Row(**row), Case(64, cores=2), [{"flops": 1e7}], 100.0)
+    assert two.note.endswith("matrix products need 15% of the time, at 100 GFLOP/s a core")
+
+
 def test_sides_take_turns_on_one_core_and_compile_cold_as_often_as_they_run(tmp_path, fake):
     core = max(os.sched_getaffinity(0))
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), rounds=3, core=core)
