@@ -97,15 +97,15 @@ class Policies(Agent):
         kind = type(self).__name__
         if spec.groups is None:
             raise ValueError(f"{kind} needs an environment with groups of agents, and {spec.name} has one agent.")
-        self._groups, self._central = dict(spec.groups), central
+        self.groups, self._central = dict(spec.groups), central
         common = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "policies"}
         given = {name: _as_mapping(name, of) for name, of in (config.policies or {}).items()}
         if not any("agents" in own for own in given.values()):
             given = dict.fromkeys(spec.groups, {}) | given
         ids = _ids(spec, given)
-        self._members = {name: _members(self._groups, own) for name, own in ids.items()}
-        self._places = _places(self._groups, ids)
-        whole = {name: ((name, slice(0, size)),) for name, size in self._groups.items()}
+        self._members = {name: _members(self.groups, own) for name, own in ids.items()}
+        self._places = _places(self.groups, ids)
+        whole = {name: ((name, slice(0, size)),) for name, size in self.groups.items()}
         self.teams = {name: own.of for name, own in self._members.items() if own.parts != whole.get(name)}
         sources = {name: own["from"] for name, own in given.items() if "from" in own}
         self.begins_as = {f"policies.{name}": _source(name, source) for name, source in sources.items()}
@@ -253,9 +253,9 @@ class Policies(Agent):
 
     def _keys(self, keys: Tensor) -> dict[str, Tensor]:
         """A key per agent, `{group: [B, N, 3]}`."""
-        sizes = list(self._groups.values())
+        sizes = list(self.groups.values())
         own = random.fold_in(keys[:, None], torch.arange(sum(sizes), device=keys.device))
-        return dict(zip(self._groups, own.split(sizes, 1), strict=True))
+        return dict(zip(self.groups, own.split(sizes, 1), strict=True))
 
     def _rows(self, timestep: TimeStep, members: Members, axis: int) -> TimeStep:
         """What a policy sees of timesteps `[..., B]`, B at `axis`: `[..., B * N]`."""
@@ -279,7 +279,7 @@ class Policies(Agent):
             whole = found[0] if len(found) == 1 else pytree.tree_map(lambda *x: torch.cat(x, 1), *found)
             return pytree.tree_map(lambda x: _pick(x, order, 1), whole)
 
-        return {group: of(group) for group in self._groups}
+        return {group: of(group) for group in self.groups}
 
     def _spec_of(self, spec: EnvSpec, name: str) -> EnvSpec:
         """What the agents of a policy observe and do."""
@@ -293,7 +293,7 @@ class Policies(Agent):
                     "them policies of their own."
                 )
         if self._central:
-            total = sum(n * _num_numbers(spec.observation[g]) for g, n in self._groups.items())
+            total = sum(n * _num_numbers(spec.observation[g]) for g, n in self.groups.items())
             own = observation if isinstance(observation, dict) else {"own": observation}
             observation = own | {STATE: Array((total,))}
         return EnvSpec(

@@ -141,12 +141,13 @@ def load(folder: Path, like: Tree, *, ranks: Ranks) -> tuple[dict[str, Tensor], 
     return weights, pytree.tree_unflatten(leaves, pytree.tree_structure(like)), meta
 
 
-def latest(run_dir: Path) -> Path:
+def latest(run_dir: str | Path) -> Path:
     """The newest checkpoint of a run.
 
     Raises:
       CheckpointError: if there is none.
     """
+    run_dir = Path(run_dir)
     found = all_of(run_dir)
     if not found and (run_dir / "config.yaml").is_file():
         raise CheckpointError(

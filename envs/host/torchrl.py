@@ -35,10 +35,15 @@ class TorchRL:
     traits = HOST
 
     def __init__(self, make: Callable[..., Any]) -> None:
+        from torchrl.envs import EnvBase  # its import takes seconds
+
         self._make = make
         self._sized = "num_envs" in inspect.signature(make).parameters
         self._parts: list[_Part] = []
         probe = make(num_envs=1) if self._sized else make()
+        if not isinstance(probe, EnvBase):
+            told = getattr(make, "__name__", repr(make))
+            raise ValueError(f"{told} returned a {type(probe).__name__}, and must return a torchrl.envs.EnvBase.")
         try:
             self._rows = _rows(probe)
             name = getattr(make, "__name__", type(probe).__name__)

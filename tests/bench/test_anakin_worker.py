@@ -13,4 +13,4 @@ def test_a_profile_accounts_for_the_timed_calls_alone():
     assert m["env_steps"][0] <= 4 * 128 and len(m["env_steps"]) == 2  # resets are no steps
     sizes = [(4, 64), (64, 64), (64, 2), (4, 64), (64, 64), (64, 1)]  # of policy and critic
     forward, inputs = (2 * sum(i * o for i, o in layers) for layers in (sizes, [(4, 64)] * 2))
-    assert m["flops"] == forward + 4 * (3 * forward - inputs)  # to act, and four epochs
+    assert m.get("flops") == forward + 4 * (3 * forward - inputs)  # to act, and four epochs

@@ -276,6 +276,12 @@ def test_what_was_returned_may_be_written_to():
 def test_wrong_things_are_named():
     with pytest.raises(ValueError, match="num_envs=0 must be at least 1"):
         to_torchrl(CartPole(), 0)
+    with pytest.raises(
+        ValueError, match=r"takes an environment such as torchpod.envs.CartPole\(\), and got 'cartpole'"
+    ):
+        to_torchrl("cartpole", 2)
+    with pytest.raises(ValueError, match="and got the class CartPole"):
+        to_torchrl(CartPole, 2)
     with pytest.raises(ValueError, match="cartpole is stepped on the host"):
         to_torchrl(HostEnv(CartPole()), 2)
     env = to_torchrl(CartPole(), 2)

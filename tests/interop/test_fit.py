@@ -485,3 +485,78 @@ def test_an_action_of_another_name_is_found_where_the_loss_was_told_of_it(seed):
         outputs.append((trajectory.output.action, [*state.params.values()]))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert all(torch.equal(a, b) for a, b in zip(outputs[0][1], outputs[1][1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("actor", "loss", "spec", "told"),
+    [
+        (
+            nn.Linear(4, 2),
+            None,
+            SPEC,
+            "takes an actor that is a TensorDictModuleBase, and got a Linear; wrap networks in",
+        ),
+        (
+            None,
+            A2CLoss,
+            SPEC,
+            "takes a loss that is a LossModule, and got the class A2CLoss; give an object of torchrl",
+        ),
+        (None, None, CartPole(), "takes a spec that is a EnvSpec, and got a CartPole; give the env.spec of an environ"),
+    ],
+)
+def test_things_of_another_kind_are_refused(actor, loss, spec, told):
+    own = categorical()
+    with pytest.raises(ValueError, match=re.escape(told)):
+        LossAgent(actor or own, loss or A2CLoss(own, critic()), spec=spec)
+
+
+def test_a_loss_without_a_critic_is_refused():
+    actor = categorical()
+    with pytest.raises(
+        ValueError, match="ClipPPOLoss was made without a critic; give it one that writes 'state_value'"
+    ):
+        LossAgent(actor, ClipPPOLoss(actor, None), spec=SPEC)
+
+
+def test_a_coefficient_that_is_not_there_cannot_be_adaptive():
+    actor = categorical()
+    with pytest.raises(ValueError, match=r"adaptive=\('nope',\) has 'nope', and the coefficients of A2CLoss are \['"):
+        LossAgent(actor, A2CLoss(actor, critic()), spec=SPEC, adaptive=("nope",))
+
+
+def test_a_loss_was_told_of_the_actions_that_there_are():
+    spec = Pendulum().spec  # within -2 and 2
+    actor = gaussian(1, 3)
+    loss = SACLoss(actor, q_critic(4), action_spec=Bounded(-2.0, 2.0, (3,)))
+    with pytest.raises(
+        ValueError, match=r"action_spec of SACLoss has actions of shape \[3\], and pendulum takes \[1\]"
+    ):
+        LossAgent(actor, loss, spec=spec)
+    module = TensorDictModule(nn.Linear(3, 1), ["observation"], ["action"])
+    loss = TD3Loss(module, q_critic(4), action_spec=Bounded(-1.0, 1.0, (1,)))
+    with pytest.raises(
+        ValueError, match=r"TD3Loss clips actions by min_action=\[?-1.0\]?, and pendulum takes .*bounds"
+    ):
+        LossAgent(module, loss, spec=spec)
+    right = TD3Loss(module, q_critic(4), action_spec=Bounded(-2.0, 2.0, (1,)))
+    LossAgent(module, right, spec=spec)
+
+
+@pytest.mark.parametrize("explore", [True, False])
+def test_actions_beyond_the_bounds_are_those_that_are_done(explore, seed):
+    """Without noise, too: replay holds what the environment did."""
+    env = Pendulum()
+    net = nn.Linear(3, 1)
+    nn.init.constant_(net.bias, 50.0)
+    actor = TensorDictModule(net, ["observation"], ["action"])
+    agent = LossAgent(actor, DDPGLoss(actor, q_critic(4), delay_value=True), spec=env.spec)
+    keys = random.split(random.key(seed), 4)
+    output, _ = agent.act(env.init(keys)[1], (), keys, explore=explore)
+    assert (output.action == 2.0).all()
+
+
+def test_a_loss_may_be_handed_to_a_second_agent():
+    actor = categorical()
+    loss = ClipPPOLoss(actor, critic(), normalize_advantage=True)
+    assert [LossAgent(actor, loss, spec=SPEC).standardise for _ in range(2)] == [("advantage",)] * 2

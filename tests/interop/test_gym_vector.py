@@ -67,9 +67,10 @@ def test_every_registered_environment_steps_as_its_own_rollout_does(id_, seed):
 
 
 @pytest.mark.parametrize("id_", GROUPS)
-def test_a_game_of_several_agents_is_refused_in_one_sentence(id_):
+def test_a_game_of_several_agents_is_refused_in_one_sentence_and_not_registered(id_):
     with pytest.raises(ValueError, match="has groups of agents, which Gymnasium knows nothing of; use one agent"):
-        gymnasium.make_vec(id_, num_envs=3)
+        VectorEnv(IDS[id_](), 3)
+    assert id_ not in gymnasium.registry and "torchpod/CartPole-v1" in gymnasium.registry
 
 
 def test_a_dict_of_actions_is_refused_in_one_sentence():

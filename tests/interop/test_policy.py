@@ -20,6 +20,8 @@ from torchpod.env import TensorEnv
 from torchpod.envs import CartPole, Catch, MemoryChain, Pendulum, TagGridWorld
 from torchpod.export_run import export_run
 from torchpod.interop import policy_module, to_tensordict
+from torchpod.interop.env_base import to_torchrl
+from torchpod.interop.policy import Greedy
 from torchpod.main import main
 from torchpod.rollout import make_step, start, unroll
 from torchpod.run import execute
@@ -161,10 +163,27 @@ def test_a_state_that_is_not_the_policys_is_refused_by_its_name(batch):
         act(good, torch.cat([no, no], -1))
 
 
-def test_policies_of_many_agents_are_no_module():
-    agent = IPPO(TagGridWorld().spec, IPPOConfig(hidden=(8,)))
-    told = r"is for one agent, and IPPO has the policies \['tagger', 'runner'\]; use `torchpod export RUN`"
-    with pytest.raises(ValueError, match=told):
+def test_policies_of_many_agents_play_in_torchrl(seed):
+    """Whose actions are those of the agent itself."""
+    env = TagGridWorld(num_taggers=3, grid_length=4, start="uniform")
+    agent = IPPO(env.spec, IPPOConfig(hidden=(8,)))
+    weights, groups = made(agent), dict(env.spec.groups or {})
+    module, theirs = policy_module(agent, weights), to_torchrl(env, 5, seed=seed)
+    rollout = theirs.rollout(8, module, break_when_any_done=False)
+    trajectory = rollout.reshape(-1)
+    observation = {group: trajectory[group, "observation"] for group in groups}
+    expected = Greedy(agent, weights, groups)(observation)
+    assert {group: list(x.shape) for group, x in expected.items()} == {"tagger": [40, 3], "runner": [40, 1]}
+    for group, x in expected.items():
+        assert torch.equal(trajectory[group, "action"], x)
+    assert len(trajectory["tagger", "action"].unique()) > 1
+    with pytest.raises(ValueError, match=r"the policy reads \('tagger', 'observation'\), and the TensorDict has"):
+        module(TensorDict({"observation": torch.zeros(2, 17)}, [2]))
+
+
+def test_a_memory_of_many_agents_has_no_key():
+    agent = IPPO(TagGridWorld().spec, IPPOConfig(hidden=(8,), recurrent=8))
+    with pytest.raises(ValueError, match="no key for the recurrent state of IPPO, which is of many agents; use `torch"):
         policy_module(agent, made(agent))
 
 

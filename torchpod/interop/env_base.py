@@ -16,7 +16,7 @@ from torchpod import random
 from torchpod.actions import require_finite
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv, where
-from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
+from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
 from torchpod.trees import contiguous
 from torchpod.types import LAST, TimeStep, Tree
 
@@ -52,6 +52,9 @@ def to_torchrl(
     """
     if num_envs < 1:
         raise ValueError(f"num_envs={num_envs} must be at least 1.")
+    if not isinstance(getattr(env, "spec", None), EnvSpec):
+        found = f"the class {env.__name__}" if isinstance(env, type) else repr(env)
+        raise ValueError(f"to_torchrl takes an environment such as torchpod.envs.CartPole(), and got {found}.")
     if not env.traits.pure:
         raise ValueError(
             f"{env.spec.name} is stepped on the host; to_torchrl takes environments that are tensor programs."

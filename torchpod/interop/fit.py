@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.data import Composite
 from torchrl.objectives import LossModule
 
 from torchpod.interop.unfit import Shapes, Watched, for_actions, misread, miswritten, only_for, shapes_of, undivided
@@ -68,6 +69,31 @@ class Fit(NamedTuple):
                 f"{self.loss} is for {kind} actions, and {self.spec.name} takes {space}; use "
                 f"{for_actions(self.loss, space)} in its place."
             )
+
+    def check_bounds(self, loss: LossModule) -> None:
+        """That a loss which was told of continuous actions was told of these.
+
+        SAC and its kin aim at an entropy of so many numbers, and TD3 clips its targets.
+        """
+        space, own = self.spec.action, cast(Any, loss)
+        if not isinstance(space, Box):
+            return
+        told = getattr(own, "_action_spec", None)
+        if isinstance(told, Composite):
+            told = told.get(getattr(own.tensor_keys, "action", "action"), None)
+        shape = None if told is None else list(told.shape[-len(space.shape) :])
+        if shape is not None and shape != list(space.shape):
+            raise ValueError(
+                f"action_spec of {self.loss} has actions of shape {shape}, and {self.spec.name} takes "
+                f"{list(space.shape)} ({space}); make the loss with those of the environment."
+            )
+        for name, bound in (("min_action", space.low), ("max_action", space.high)):
+            x = own._buffers.get(name)
+            if x is not None and not torch.isclose(x.float(), torch.tensor(float(bound)), rtol=1e-5).all():
+                raise ValueError(
+                    f"{self.loss} clips actions by {name}={x.tolist()}, and {self.spec.name} takes {space}; make the "
+                    "loss with the bounds of the environment, in action_spec or bounds."
+                )
 
     def check_action_space(self, loss: LossModule, *, one_hot: bool) -> None:
         """That a loss for discrete actions reads them as the actor writes them."""

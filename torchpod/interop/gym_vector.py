@@ -217,7 +217,8 @@ def make(
 
 def _register() -> None:
     for name, maker in MAKERS.items():
-        if isinstance(maker, type) and issubclass(maker, TensorEnv):
+        # With groups of agents there is no such thing as a vector environment, as `VectorEnv` says.
+        if isinstance(maker, type) and issubclass(maker, TensorEnv) and maker().spec.groups is None:
             id_ = f"torchpod/{maker.__name__}-v1"
             if id_ not in gymnasium.registry:
                 gymnasium.register(id_, vector_entry_point=f"{__name__}:make", kwargs={"name": name})

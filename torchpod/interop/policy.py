@@ -69,6 +69,9 @@ class Greedy(nn.Module):
 def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
     """The greedy policy for TorchRL: reads `observation` `[B, ...]` and writes `action` `[B]` or `[B, A]`.
 
+    A policy of many agents reads `(group, "observation")` `[B, N, ...]` and writes `(group, "action")` `[B, N]`, which
+    are the keys of `to_torchrl`.
+
     With a recurrent state it also reads `is_init` `[B, 1]` bool and `state`, and writes `("next", "state")`; TorchRL's
     `InitTracker` and `TensorDictPrimer` bring the first two.
 
@@ -77,31 +80,36 @@ def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
       variables: parameters and buffers; those of `variables_of`, or of a checkpoint.
 
     Raises:
-      ValueError: if they are not those of the agent, its recurrent state is no single tensor, or it is of many agents.
+      ValueError: if they are not those of the agent, its recurrent state is no single tensor, or one of many agents.
     """
     from tensordict.nn import TensorDictModule  # its import takes a second
 
     from torchpod.algos.multi_agent import Policies  # torchpod.algos imports torchpod.interop
 
-    if isinstance(agent, Policies):
-        raise ValueError(
-            f"policy_module is for one agent, and {type(agent).__name__} has the policies {list(agent.policies)}; use "
-            "`torchpod export RUN`, whose program takes observations and gives actions by group."
-        )
+    groups = agent.groups if isinstance(agent, Policies) else None
     known = {name for name, _ in (*agent.named_parameters(), *agent.named_buffers())}
     if known != set(variables):
         other = sorted(known ^ set(variables))
         raise ValueError(f"the variables are not those of {type(agent).__name__}: {other[0]} is in one of them alone.")
-    greedy = Greedy(agent, variables)
+    greedy = Greedy(agent, variables, groups)
     in_keys: list[Any] = ["observation"]
     out_keys: list[Any] = ["action"]
+    if groups is not None:
+        in_keys, out_keys = ([(group, x) for group in groups] for x in ("observation", "action"))
+    if greedy.has_state and groups is not None:
+        raise ValueError(
+            f"policy_module has no key for the recurrent state of {type(agent).__name__}, which is of many agents; use "
+            "`torchpod export RUN`, whose program takes and gives it."
+        )
     if greedy.has_state:
         if not isinstance(greedy.initial_state(1), Tensor):
             raise ValueError(
                 f"the recurrent state of {type(agent).__name__} is a tree; policy_module needs one tensor."
             )
         in_keys, out_keys = [*in_keys, "is_init", "state"], [*out_keys, ("next", "state")]
-    module = TensorDictModule(_Flat(greedy), in_keys=in_keys, out_keys=out_keys)
+    module = TensorDictModule(
+        _Flat(greedy) if groups is None else _ByGroup(greedy, tuple(groups)), in_keys=in_keys, out_keys=out_keys
+    )
     module.register_forward_pre_hook(_check_keys)
     return module
 
@@ -112,6 +120,20 @@ def _check_keys(module: nn.Module, args: tuple[Any, ...]) -> None:
         told = misread("the policy", cast(Any, module).in_keys, args[0], "the TensorDict")
         if told:
             raise ValueError(told)
+
+
+class _ByGroup(nn.Module):
+    """Observations of each group, as `Greedy` takes them."""
+
+    def __init__(self, greedy: Greedy, groups: tuple[str, ...]) -> None:
+        super().__init__()
+        self.greedy, self.groups = greedy, groups
+
+    @torch.no_grad()
+    def forward(self, *observations: Any) -> tuple[Tensor, ...]:
+        plain = [x.to_dict() if hasattr(x, "to_dict") else x for x in observations]
+        actions = self.greedy(dict(zip(self.groups, plain, strict=True)))
+        return tuple(actions[group] for group in self.groups)
 
 
 class _Flat(nn.Module):

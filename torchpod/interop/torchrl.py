@@ -111,6 +111,7 @@ class LossAgent(Agent):
         adaptive: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        self._require_kinds(actor, loss, spec)
         fractions = {
             "discount": discount,
             "gae_lambda": gae_lambda,
@@ -138,6 +139,8 @@ class LossAgent(Agent):
                 f"LossAgent needs one Discrete, MultiDiscrete or Box action, and {spec.name} has {spec.action}."
             )
         critic = loss.__dict__.get("critic_network")
+        if "critic_network" in loss.__dict__ and critic is None:
+            raise ValueError(f"{self._name} was made without a critic; give it one that writes 'state_value' per row.")
         self._on_policy = critic is not None
         self._fit = Fit(spec, self._name, self._on_policy)
         self.replayed = 0 if self._on_policy else 1
@@ -146,6 +149,12 @@ class LossAgent(Agent):
         self._set_up(loss, discount, gae_lambda)
         if adaptive is None:
             adaptive = ("beta",) if isinstance(loss, KLPENPPOLoss) else ()
+        coefficients = sorted(name for name, x in loss._buffers.items() if x is not None)
+        for name in adaptive:
+            if name not in coefficients:
+                raise ValueError(
+                    f"adaptive={adaptive} has {name!r}, and the coefficients of {self._name} are {coefficients}."
+                )
         example = self._example(actor, loss)
         if critic is not None:
             self._fit.check_value(critic, cast(Any, loss.tensor_keys).value, example)
@@ -179,6 +188,16 @@ class LossAgent(Agent):
                 f"ahead with {expected}, and of targets has {found})."
             )
 
+    def _require_kinds(self, actor: Any, loss: Any, spec: Any) -> None:
+        for what, x, kind, repair in (
+            ("an actor", actor, TensorDictModuleBase, "wrap networks in TensorDictModule and ProbabilisticActor"),
+            ("a loss", loss, LossModule, "give an object of torchrl.objectives, made of the actor"),
+            ("a spec", spec, EnvSpec, "give the env.spec of an environment"),
+        ):
+            if not isinstance(x, kind):
+                found = f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
+                raise ValueError(f"LossAgent takes {what} that is a {kind.__name__}, and got {found}; {repair}.")
+
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
         action = self._spec.action
         if epsilon and not isinstance(action, Discrete):
@@ -205,8 +224,10 @@ class LossAgent(Agent):
         if hasattr(own, "log_explained_variance"):
             own.log_explained_variance = False  # that of measures.py leaves resets out
         own._has_update_associated.update(dict.fromkeys(own._has_update_associated, True))  # the learner's
-        if getattr(own, "normalize_advantage", False):
-            own.normalize_advantage, self.standardise = False, ("advantage",)
+        # A loss may be handed to several agents one after the other, and the first of them has changed it.
+        if getattr(own, "normalize_advantage", False) or getattr(own, "normalized_by_torchpod", False):
+            own.normalize_advantage, own.normalized_by_torchpod = False, True
+            self.standardise = ("advantage",)
         estimator = own._value_estimator if "_value_estimator" in {**own.__dict__, **own._modules} else None
         if not self._on_policy:
             if type(estimator).__name__ not in ("NoneType", "TD0Estimator"):
@@ -256,6 +277,7 @@ class LossAgent(Agent):
             )
         self._one_hot = self._fit.check_action(actor, action, data)
         self._fit.check_kind(loss)
+        self._fit.check_bounds(loss)
         self._fit.check_action_space(loss, one_hot=self._one_hot is not None)
         wanted = set(getattr(loss, "in_keys", ()))
         if self._clips:
@@ -375,6 +397,9 @@ class LossAgent(Agent):
         if self._one_hot is not None:
             mask = mask_of(timestep.observation)  # of equal values all are marked
             action = (action != 0 if mask is None else (action != 0) & mask).to(torch.int64).argmax(-1)
+        box = self._spec.action
+        if self.replayed and isinstance(box, Box) and box.bounded:
+            action = action.clamp(box.low, box.high)  # the environment does so: values learn of what was done
         if explore and self._explores:
             action = self._explored(action, timestep.observation, random.fold_in(keys, 1))
         return ActorOutput(action, extras), ()

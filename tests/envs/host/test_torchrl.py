@@ -229,3 +229,12 @@ def test_wrong_things_are_named(tmp_path):
     (tmp_path / "bad.py").write_text(COUNT.replace("OneHot(3, shape=torch.Size([*size, 3]))", "Unbounded(1)"))
     with pytest.raises(ConfigError, match="cannot be made with .*use OneHot, Categorical or Bounded"):
         make_env(f"{tmp_path / 'bad.py'}:Count")
+
+
+def test_what_is_no_environment_of_torchrl_is_refused():
+    with pytest.raises(ValueError, match=r"three returned a int, and must return a torchrl.envs.EnvBase"):
+        TorchRL(three)
+
+
+def three():
+    return 3
