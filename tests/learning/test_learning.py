@@ -310,5 +310,10 @@ def test_sac_swings_up_the_pendulum_with_every_seed():
 
 
 @pytest.mark.slow
+def test_ddpg_swings_up_the_pendulum_with_every_seed():
+    assert (final_returns("experiment=ddpg_pendulum", "population=3") >= -200).all()
+
+
+@pytest.mark.slow
 def test_td3_swings_up_the_pendulum_with_every_seed():
     assert (final_returns("experiment=td3_pendulum", "population=3") >= -200).all()
