@@ -208,8 +208,8 @@ def test_the_compiled_gradient_of_each_term_is_that_of_torchrl(name, seed):
     """In float32, where the policy is not the one that acted.
 
     Beyond rtol they may differ by 1e-6 of the largest number of a term's gradient, and by 1e-5 where actions are drawn:
-    what rows add up to may be a hundredth of that, as one of 32 numbers was, 4e-6 off in one of some hundred runs. CQL's is made of sums of 1 that
-    cancel (the last bias has gradient 0), which round to 1e-5.
+    rows add up to far less, and one of 32 numbers was 4e-6 off. CQL's is made of sums of 1 that cancel (the last bias
+    has gradient 0), which round to 1e-5.
     """
     env = env_for(name, max_episode_steps=T)
     agent, loss = of_both(name, env, seed)
