@@ -9,6 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.utils import _pytree as pytree
+from torchrl.data import Unbounded
+from torchrl.envs import Compose, InitTracker, TensorDictPrimer, TransformedEnv
 
 from torchpod import checkpoint, random
 from torchpod.agent import variables_of
@@ -108,6 +110,25 @@ def test_wrong_variables_are_named():
     agent = PPO(CartPole().spec, PPOConfig(hidden=(8,), recurrent=4, normalize_reward=True))
     with pytest.raises(ValueError, match="the recurrent state of PPO is a tree"):
         policy_module(agent, made(agent))
+
+
+def test_a_policy_with_a_memory_plays_in_torchrl(seed):
+    """Its state is carried on, and begins anew with an episode."""
+    agent, rows = PPO(CartPole().spec, PPOConfig(hidden=(8,), recurrent=8)), 5
+    weights = made(agent)
+    module, env = policy_module(agent, weights), to_torchrl(CartPole(max_episode_steps=6), rows, seed=seed)
+    with pytest.raises(
+        ValueError, match=r"has a memory and reads 'is_init' and 'state' of shape \[8\] per row, and the"
+    ):
+        env.rollout(3, module)
+    primer = TensorDictPrimer({"state": Unbounded(torch.Size([8]))}, expand_specs=True)
+    rollout = TransformedEnv(env, Compose(InitTracker(), primer)).rollout(20, module, break_when_any_done=False)
+    policy, state = Greedy(agent, weights), torch.randn(rows, 8)
+    for t in range(20):
+        action, state = policy(rollout["observation"][:, t], rollout["is_init"][:, t, 0], state)
+        assert torch.equal(rollout["action"][:, t], action)
+        torch.testing.assert_close(rollout["next", "state"][:, t], state, rtol=0, atol=0)
+    assert rollout["is_init"].sum() >= 4 * rows and state.std() > 0
 
 
 def test_observations_of_another_name_or_shape_are_refused():

@@ -117,6 +117,14 @@ def policy_module(agent: Agent, variables: Variables) -> "TensorDictModule":
 def _check_keys(module: nn.Module, args: tuple[Any, ...]) -> None:
     """That what it gets, if that is a TensorDict, has what it reads."""
     if args and hasattr(args[0], "batch_dims"):
+        own = cast(Any, module)
+        if "is_init" in own.in_keys and not {"is_init", "state"} <= set(args[0].keys()):
+            width = list(own.module.greedy.initial_state(1).shape[1:])
+            found = sorted(map(str, args[0].keys()))
+            raise ValueError(
+                f"the policy has a memory and reads 'is_init' and 'state' of shape {width} per row, and the TensorDict "
+                f"has {found}; give the environment InitTracker() and a TensorDictPrimer of 'state', expand_specs=True."
+            )
         told = misread("the policy", cast(Any, module).in_keys, args[0], "the TensorDict")
         if told:
             raise ValueError(told)
