@@ -74,6 +74,8 @@ class EnvPool:
             raise ValueError(f"EnvPool has no environment {task!r}; the nearest names are {_nearest(task, names)}.")
         for option in _RESERVED.keys() & options.keys():
             raise ValueError(f"EnvPool({task!r}) takes no {option}: {_RESERVED[option]}.")
+        # With 0 of the first EnvPool takes the process down, and with 0 of the second every episode has one step.
+        at_least(1, **{name: options[name] for name in ("noop_max", "max_episode_steps") if name in options})
         self._options = {"num_threads": num_threads, **options}
         self.num_threads = num_threads
         self._num_batches = 1

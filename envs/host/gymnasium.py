@@ -135,6 +135,8 @@ class Gymnasium:
         try:
             yield
         except (EOFError, ConnectionError) as error:
+            if not self._processes:  # it is the environment's own
+                raise
             raise RuntimeError(
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error

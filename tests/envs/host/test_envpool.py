@@ -549,3 +549,9 @@ def test_steps_in_the_wrong_order_or_shape_are_refused():
     with pytest.raises(RuntimeError, match="recv\\(\\) comes before the next send"):
         env.send(action)
     assert env.recv().step_type.tolist() == [MID, MID]
+
+
+@pytest.mark.parametrize("option", ["noop_max", "max_episode_steps"])
+def test_options_that_envpool_does_not_look_at_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option}=0 is wrong; use an integer of at least 1"):
+        EnvPool("Pong-v5", **{option: 0})

@@ -517,3 +517,17 @@ def test_actions_are_clipped_and_images_have_their_channels_last():
     expected = torch.from_numpy(Strict().reset()[0]).movedim(0, -1).expand(2, -1, -1, -1)
     assert torch.equal(first.observation, expected) and torch.equal(timestep.observation, expected)
     env.close()
+
+
+class Online(Countdown):
+    """Asks a server that is not there."""
+
+    def step(self, action):
+        raise ConnectionRefusedError("no server at port 7")
+
+
+def test_a_connection_that_an_environment_lost_is_no_worker_process():
+    env = Gymnasium(Online)
+    env.init(random.split(random.key(0), 2))
+    with pytest.raises(ConnectionRefusedError, match="no server at port 7"):
+        env.step(None, torch.zeros(2, dtype=torch.int64), random.split(random.key(1), 2))
