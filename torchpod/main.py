@@ -56,13 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except KeyboardInterrupt as error:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:  # `torchpod train ... | tee FILE`: who reads was interrupted as well
+            _drop_stdout()
         print(f"torchpod: {error if isinstance(error, Interrupted) else 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError as error:  # `torchpod list envs | head`
-        # Or Python writes the rest at its end, and fails again.
-        with contextlib.suppress(OSError, ValueError):
-            if sys.stdout is not None:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise
         if notes := getattr(error, "__notes__", ()):
@@ -78,6 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error.__cause__)
         _report(error)
         return 1
+
+
+def _drop_stdout() -> None:
+    """Or Python writes the rest at its end, and fails again."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: Exception) -> None:

@@ -7,6 +7,7 @@ import functools
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -289,7 +290,37 @@ def _in_worker(make: Callable[[], Any], name: str, run: int) -> Any:
         os.setpgrp()
         kill_at_end_of(parent.sentinel)
     # The memory that processes share keeps sizes alone, and repeats a number.
-    return _checked(make, name, observations=True)
+    return _portable(_checked(make, name, observations=True))
+
+
+def _portable(env: Any) -> Any:
+    """Raises what can be raised in another process, where Gymnasium makes it anew: `type(error)(error)`."""
+    import gymnasium
+
+    class Portable(gymnasium.Wrapper):
+        def reset(self, **arguments: Any) -> Any:
+            try:
+                return self.env.reset(**arguments)
+            except Exception as error:
+                raise portable(error) from error
+
+        def step(self, action: Any) -> Any:
+            try:
+                return self.env.step(action)
+            except Exception as error:
+                raise portable(error) from error
+
+    return Portable(env)
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or a RuntimeError that says the same, if it cannot be pickled or takes other than one argument."""
+    kind = type(error)
+    try:
+        kind(pickle.loads(pickle.dumps(error)))
+    except Exception:
+        return RuntimeError(f"{kind.__module__}.{kind.__qualname__}: {error}".removeprefix("builtins."))
+    return error
 
 
 def kill_at_end_of(pipe: int) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium
-from torchpod.envs.host.gymnasium import spec_of
+from torchpod.envs.host.gymnasium import portable, spec_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
@@ -531,3 +532,46 @@ def test_a_connection_that_an_environment_lost_is_no_worker_process():
     env.init(random.split(random.key(0), 2))
     with pytest.raises(ConnectionRefusedError, match="no server at port 7"):
         env.step(None, torch.zeros(2, dtype=torch.int64), random.split(random.key(1), 2))
+
+
+class TwoNumbersError(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def with_a_lock():
+    error = ValueError("it was locked")
+    error.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+FAULTS = {
+    "two": (lambda: TwoNumbersError(1, 2), "TwoNumbersError: 1 and 2"),
+    "lock": (with_a_lock, "ValueError: it was locked"),
+    "unicode": (lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "no letter"), "UnicodeDecodeError: .*no letter"),
+}
+
+
+class Faulty(Countdown):
+    def __init__(self, what):
+        self.what = what
+
+    def step(self, action):
+        raise FAULTS[self.what][0]()
+
+
+@pytest.mark.filterwarnings("ignore:.*(Received the following error|Raising the last|Traceback)")  # Gymnasium's own
+@pytest.mark.parametrize("what", FAULTS)
+def test_errors_that_cannot_travel_come_from_their_process_as_what_they_say(what):
+    env = Gymnasium(functools.partial(Faulty, what), processes=True)
+    try:
+        env.init(random.split(random.key(0), 2))
+        with pytest.raises(RuntimeError, match=FAULTS[what][1]):
+            env.step(None, torch.zeros(2, dtype=torch.int64), random.split(random.key(1), 2))
+    finally:
+        env.close()
+
+
+def test_an_error_that_can_travel_is_itself():
+    error = KeyError("x")
+    assert portable(error) is error
