@@ -146,8 +146,7 @@ def main(
         if case.mode == "update" and learns:
             failures += harness.untrained(case.name, case.env, (a, b))
         elif case.mode == "update":
-            note = "returns say nothing in so few steps"
-            row = dataclasses.replace(row, note="; ".join(filter(None, [row.note, note])))
+            row = noted(row, "returns say nothing in so few steps")
         row = with_floor(row, case, a, max(c[FIGURES.product] for c in calibrations))
         rows.append(row)
         print(describe(row), flush=True)
@@ -196,7 +195,12 @@ def with_floor(row: Row, case: Case, measured: Measured, gflops: float) -> Row:
     if isinstance(measured, WorkerError) or row.value is None or not (flops := measured[0].get("flops")):
         return row
     share = flops * row.value / (1e9 * gflops * case.cores)
-    note = f"matrix products need {share:.0%} of the time, at {gflops:.0f} GFLOP/s{' a core' if case.cores > 1 else ''}"
+    rate = f"{gflops:.0f} GFLOP/s{' a core' if case.cores > 1 else ''}"
+    return noted(row, f"matrix products need {share:.0%} of the time, at {rate}")
+
+
+def noted(row: Row, note: str) -> Row:
+    """The row, with one note more."""
     return dataclasses.replace(row, note="; ".join(filter(None, [row.note, note])))
 
 

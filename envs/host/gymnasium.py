@@ -302,25 +302,27 @@ def _portable(env: Any) -> Any:
             try:
                 return self.env.reset(**arguments)
             except Exception as error:
-                raise portable(error) from error
+                require_portable(error)
+                raise
 
         def step(self, action: Any) -> Any:
             try:
                 return self.env.step(action)
             except Exception as error:
-                raise portable(error) from error
+                require_portable(error)
+                raise
 
     return Portable(env)
 
 
-def portable(error: Exception) -> Exception:
-    """The error, or a RuntimeError that says the same, if it cannot be pickled or takes other than one argument."""
+def require_portable(error: Exception) -> None:
+    """Raises a RuntimeError that says the same, if it cannot be pickled or takes other than one argument."""
     kind = type(error)
     try:
         kind(pickle.loads(pickle.dumps(error)))
-    except Exception:
-        return RuntimeError(f"{kind.__module__}.{kind.__qualname__}: {error}".removeprefix("builtins."))
-    return error
+    except Exception:  # whatever a class of somebody else's does when it is made anew
+        told = f"{kind.__module__}.{kind.__qualname__}: {error}".removeprefix("builtins.")
+        raise RuntimeError(told) from error
 
 
 def kill_at_end_of(pipe: int) -> None:

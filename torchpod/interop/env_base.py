@@ -231,8 +231,8 @@ class TorchRLEnv(EnvBase):
 
 def _flags(done: Tensor, ended: Tensor) -> dict[str, Tensor]:
     """`[..., 1]` each."""
-    flags = {"done": done, "terminated": done & ended, "truncated": done & ~ended}
-    return {name: x[..., None].clone() for name, x in flags.items()}
+    flags = {"done": done.clone(), "terminated": done & ended, "truncated": done & ~ended}
+    return {name: x[..., None] for name, x in flags.items()}
 
 
 def _flag_specs(lead: torch.Size, device: torch.device | None) -> dict[str, TensorSpec]:

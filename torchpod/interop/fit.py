@@ -81,7 +81,7 @@ class Fit(NamedTuple):
         told = getattr(own, "_action_spec", None)
         if isinstance(told, Composite):
             told = told.get(getattr(own.tensor_keys, "action", "action"), None)
-        shape = None if told is None else list(told.shape[-len(space.shape) :])
+        shape = None if told is None else list(told.shape[len(told.shape) - len(space.shape) :])
         if shape is not None and shape != list(space.shape):
             raise ValueError(
                 f"action_spec of {self.loss} has actions of shape {shape}, and {self.spec.name} takes "
@@ -89,7 +89,7 @@ class Fit(NamedTuple):
             )
         for name, bound in (("min_action", space.low), ("max_action", space.high)):
             x = own._buffers.get(name)
-            if x is not None and not torch.isclose(x.float(), torch.tensor(float(bound)), rtol=1e-5).all():
+            if x is not None and bool(((x - bound).abs() > 1e-5 * max(1.0, abs(bound))).any()):
                 raise ValueError(
                     f"{self.loss} clips actions by {name}={x.tolist()}, and {self.spec.name} takes {space}; make the "
                     "loss with the bounds of the environment, in action_spec or bounds."

@@ -125,7 +125,7 @@ def _check_keys(module: nn.Module, args: tuple[Any, ...]) -> None:
                 f"the policy has a memory and reads 'is_init' and 'state' of shape {width} per row, and the TensorDict "
                 f"has {found}; give the environment InitTracker() and a TensorDictPrimer of 'state', expand_specs=True."
             )
-        told = misread("the policy", cast(Any, module).in_keys, args[0], "the TensorDict")
+        told = misread("the policy", own.in_keys, args[0], "the TensorDict")
         if told:
             raise ValueError(told)
 

@@ -153,7 +153,8 @@ class LossAgent(Agent):
         for name in adaptive:
             if name not in coefficients:
                 raise ValueError(
-                    f"adaptive={adaptive} has {name!r}, and the coefficients of {self._name} are {coefficients}."
+                    f"adaptive={adaptive} has {name!r}, and the coefficients of {self._name} are {coefficients}; name "
+                    "some of these."
                 )
         example = self._example(actor, loss)
         if critic is not None:

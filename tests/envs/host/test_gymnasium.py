@@ -24,7 +24,7 @@ from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium
-from torchpod.envs.host.gymnasium import portable, spec_of
+from torchpod.envs.host.gymnasium import spec_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
@@ -572,6 +572,17 @@ def test_errors_that_cannot_travel_come_from_their_process_as_what_they_say(what
         env.close()
 
 
+class Lost(Countdown):
+    def step(self, action):
+        raise KeyError("no way")
+
+
+@pytest.mark.filterwarnings("ignore:.*(Received the following error|Raising the last|Traceback)")  # Gymnasium's own
 def test_an_error_that_can_travel_is_itself():
-    error = KeyError("x")
-    assert portable(error) is error
+    env = Gymnasium(Lost, processes=True)
+    try:
+        env.init(random.split(random.key(0), 2))
+        with pytest.raises(KeyError, match="no way"):
+            env.step(None, torch.zeros(2, dtype=torch.int64), random.split(random.key(1), 2))
+    finally:
+        env.close()
