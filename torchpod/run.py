@@ -94,7 +94,7 @@ def execute(
       OSError: if the run folder cannot be written.
       NonFiniteErrorInRun: if a gradient was not finite; the trajectory is then in RUN/nan/.
       ActorError, HostError: if an environment on the host failed or does not come back.
-      LearnerError: if the agent raised a `ValueError` or an `ImportError` after the first iteration.
+      LearnerError: if the agent raised a `ValueError`, an `ImportError` or an `OSError` after the first iteration.
       Interrupted: on SIGTERM or SIGINT, after a checkpoint.
     """
     if env is not None:
@@ -266,13 +266,13 @@ def _go_on(
                     compiler=_compiler(config),
                     num_envs=ranks.share(config.num_envs, "num_envs"),
                 )
+            summary = summarise(config, evaluation, state, timing, device, ranks)
         except Interrupted:
             told = f"stopped in the final evaluation; what was trained is saved: torchpod eval {run_dir}"
             raise Interrupted(told) from None
         except HostError as error:
             error.add_note(f"What was trained is saved; evaluate it with torchpod eval {run_dir}")
             raise
-        summary = summarise(config, evaluation, state, timing, device, ranks)
         write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
         if config.population > 1:
             write_members(run_dir, config, loop.agent, state, summary, timing)
@@ -326,12 +326,24 @@ def _train(
         which = "in the middle of the next" if ranks.world_size == 1 else "the last that all ranks have saved"
         return f"stopped at iteration {keeper.saved_at}, {which}; go on with resume={keeper.run_dir}"
 
+    def failed(error: Exception) -> LearnerError:
+        return LearnerError(f"iteration {int(state.iteration.flatten()[0]) + 1} failed: {sentence(error)}")
+
+    def learned() -> Iterator[Any]:
+        """What the loop yields. An OSError of learning is none of the run's files, for which there may be no room."""
+        try:
+            yield from calls
+        except OSError as error:
+            if not timing.steps:  # of a setting, or of a compiler
+                raise
+            raise failed(error) from error
+
     with (
         StopFlag(ranks, loop.device, given_up) as stop,
         contextlib.closing(reports(config, loop, state, until=until)) as calls,
     ):
         try:
-            for report, program in calls:
+            for report, program in learned():
                 stop.pause()
                 state, now = program.state, int(np.sum(report.env_steps))
                 steps, previous = now - previous, now
@@ -380,7 +392,7 @@ def _train(
         except Exception as error:
             failure = error
             if timing.steps and isinstance(error, ValueError | ImportError):  # the agent's, not that of a setting
-                failure = LearnerError(f"iteration {int(state.iteration.flatten()[0]) + 1} failed: {sentence(error)}")
+                failure = failed(error)
             unread = isinstance(error, UnreadError)  # `torchpod train ... | tee FILE`, where tee has ended
             if unread or (isinstance(loop, Sebulba) and not isinstance(error, OSError)):
                 stop.pause()

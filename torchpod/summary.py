@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
@@ -18,6 +19,7 @@ from torchpod.distributed import Ranks
 from torchpod.evaluate import Evaluation
 from torchpod.metrics import Logger, read_metrics
 from torchpod.run_folder import commit, hardware, save_state, versions, write_text
+from torchpod.watched import HostError
 
 
 @dataclass
@@ -84,8 +86,17 @@ def eval_returns(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def eval_return(returns: Tensor) -> dict[str, Any]:
-    """`{mean, iqm, ci95, episodes}` of episode returns `[E]`; `ci95` is the 95 % bootstrap interval of the IQM."""
+    """`{mean, iqm, ci95, episodes}` of episode returns `[E]`; `ci95` is the 95 % bootstrap interval of the IQM.
+
+    Raises:
+      HostError: if one is NaN or infinite.
+    """
     values = returns.double().cpu().numpy()
+    if wrong := int((~np.isfinite(values)).sum()):
+        raise HostError(
+            f"{wrong} of {values.size} evaluated episodes have a return that is not finite, for the environment gave "
+            "such a reward; torchpod.testing.check_env looks for the step."
+        )
     low, high = stats.bootstrap_ci(values, stats.iqm)
     return {
         "mean": float(values.mean()),

@@ -97,6 +97,18 @@ class Stuck(Corridor):
             time.sleep(60)
 
 
+class Unpaid(Corridor):
+    """Whose reward is no number in the final evaluation."""
+
+    def __init__(self, reward):
+        super().__init__()
+        self.reward = float(reward)
+
+    def step(self, action):
+        observation, reward, *ends = super().step(action)
+        return observation, self.reward if any(Path("run").glob("checkpoints/0*")) else reward, *ends
+
+
 class ClosedError(Exception):
     """Of the file's own."""
 
@@ -190,6 +202,14 @@ class Mistaken(Forgetful):
     """With an error that says at the start of a run what setting is wrong."""
 
     error = ValueError
+
+
+class Offline(Forgetful):
+    error = ConnectionRefusedError
+
+
+class Piped(Forgetful):
+    error = BrokenPipeError
 '''
 
 
@@ -296,8 +316,18 @@ def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
             "Traceback.*agent.py.*ValueError: what was it about.\n",
             "torchpod: error: iteration .* failed: ValueError: what was it about. {saved}",
         ),
+        (
+            "env=corridor.py:Corridor algo=agent.py:Offline",
+            "Traceback.*agent.py.*ConnectionRefusedError: what was it about.\n",
+            "torchpod: error: iteration .* failed: ConnectionRefusedError: what was it about. {saved}",
+        ),
+        (
+            "env=corridor.py:Corridor algo=agent.py:Piped",
+            "Traceback.*agent.py.*BrokenPipeError: what was it about.\n",
+            "torchpod: error: iteration .* failed: BrokenPipeError: what was it about. {saved}",
+        ),
     ],
-    ids=["raises", "shape", "hangs", "nan", "learner", "learner's value"],
+    ids=["raises", "shape", "hangs", "nan", "learner", "learner's value", "learner's connection", "learner's pipe"],
 )
 def test_a_fault_ends_the_process_soon_with_its_traceback_and_a_checkpoint(zygote, folder, settings, trace, last):
     small = [x for x in SMALL if "hidden" not in x]
@@ -313,6 +343,20 @@ def test_a_fault_ends_the_process_soon_with_its_traceback_and_a_checkpoint(zygot
     assert dumped == ([f"iteration-{name + 1}-rank-0.pt"] if "nan" in settings else [])
     assert main(["train", "resume=run", f"total_env_steps={(name + 1) * STEPS}"]) == 0
     assert int(checkpoint.latest(Path("run")).name) == name + 1
+
+
+@pytest.mark.parametrize("reward", ["nan", "inf"])
+def test_a_return_that_is_no_number_is_told_as_the_environments(reward, capsys):
+    assert train("env=corridor.py:Unpaid", f"+env.reward={reward}", f"total_env_steps={3 * STEPS}", "run_dir=run") == 1
+    told = r"\d+ of \d+ evaluated episodes have a return that is not finite, for the environment gave such a reward; "
+    assert re.search(
+        f"torchpod: error: {told}.* What was trained is saved; evaluate it with torchpod eval run\n$",
+        capsys.readouterr().err,
+    )
+    assert not Path("run/summary.json").exists() and checkpoint.latest(Path("run")).name == "0000000003"
+    assert main(["eval", "run", "--episodes", "2"]) == 1
+    out = capsys.readouterr()
+    assert out.out == "" and re.search(f"torchpod: error: {told}", out.err)
 
 
 def test_a_full_disk_does_not_hide_what_failed(monkeypatch):
