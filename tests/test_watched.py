@@ -7,8 +7,11 @@ import threading
 import time
 
 import pytest
+import torch
 
-from torchpod.watched import HostError, sentence, watching
+from torchpod.env import HostEnv
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.watched import HostError, Watched, close_all, sentence, watching
 
 DEAF = """
 import multiprocessing, time
@@ -74,6 +77,46 @@ def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
     *stack, error = result.stderr.splitlines()
     assert (result.returncode, error) == (1, f"torchpod: error: {message}")
     assert stack[0] == "Stack of the thread that hangs (most recent call last):" and len(stack) < 4  # told once
+
+
+class Stuck(HostEnv):
+    """Raises in each step what it was made with, and does not close."""
+
+    def __init__(self, error: BaseException | None = None):
+        super().__init__(CartPole())
+        self.error, self.closing = error or KeyError(), 0
+
+    def step(self, state, action, keys):
+        raise self.error
+
+    def close(self):
+        self.closing += 1
+        time.sleep(60)
+
+
+def test_an_environment_whose_close_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr("torchpod.watched.CLOSE_S", 0.3)
+    envs, began = [Stuck(), Stuck()], time.monotonic()
+    message = r"cartpole could not be closed, .*: close\(\) of cartpole has not come back for 0.3 s; it is given up."
+    with pytest.warns(UserWarning, match=message) as told:
+        close_all(envs)
+    assert time.monotonic() - began < 5 and [env.closing for env in envs] == [1, 1] and len(told) == 2
+
+
+def test_a_block_within_another_leaves_that_one_its_time():
+    with pytest.raises(HostError, match="the valley has not answered for 0.5 s"):
+        with watching("the valley has not answered", 0.5):
+            with watching("the hill has not answered", 60):
+                pass
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("error", [StopIteration("the file is read"), SystemExit(3), KeyError("x")], ids=type)
+def test_whatever_an_environment_raises_is_told_as_its_own(error):
+    env = Watched(Stuck(error), "training", 60)
+    with pytest.raises(HostError, match=rf"cartpole failed in training: {type(error).__name__}: .*\.$") as caught:
+        env.step(None, torch.zeros(1), torch.zeros(1, 3))
+    assert caught.value.__cause__ is error
 
 
 def test_it_ends_although_nothing_can_be_told():

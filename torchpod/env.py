@@ -3,10 +3,7 @@
 An environment is pure and batched: state goes in, state comes out, and randomness comes from keys.
 """
 
-import contextlib
 import copy
-import warnings
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -39,21 +36,6 @@ class Env(Protocol):
     def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
         """One step; where the last step was `LAST`, a reset that ignores the action. Keys `[B, 3]` are fresh."""
         ...
-
-
-def close_all(envs: Iterable[Env]) -> None:
-    """Closes every environment that can be closed; what one raises is a warning, for a run loses nothing by it."""
-    with contextlib.ExitStack() as closing:
-        for env in envs:
-            closing.callback(_close, env)
-
-
-def _close(env: Env) -> None:
-    try:
-        getattr(env, "close", lambda: None)()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        warnings.warn(f"{env.spec.name} could not be closed, and may leave something behind: {said}", stacklevel=2)
 
 
 class TensorEnv:

@@ -13,7 +13,6 @@ from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import TrainConfig
-from torchpod.env import close_all
 from torchpod.evaluate import evaluate
 from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
@@ -24,7 +23,7 @@ from torchpod.run_folder import read_config
 from torchpod.scripted import scripted
 from torchpod.summary import each, eval_returns, unfinished
 from torchpod.video import check_video, record
-from torchpod.watched import watched
+from torchpod.watched import close_all, watched
 
 
 def eval_run(

@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree
 from torchpod import checkpoint, random
 from torchpod.agent import variables_of
 from torchpod.checkpoint import CheckpointError
-from torchpod.env import close_all
 from torchpod.eval_run import acting_weights
 from torchpod.interop.policy import Greedy
 from torchpod.makers import make_agent, make_env
 from torchpod.run_folder import read_config
 from torchpod.types import Tree
+from torchpod.watched import close_all
 
 EXAMPLE_SIZE = 4  # 0 and 1 are constants to torch.export
 

@@ -13,11 +13,11 @@ from typing import Any
 from torchpod import algos, envs
 from torchpod.agent import Agent
 from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, check_ranges, nearest, typed
-from torchpod.env import Env, close_all
+from torchpod.env import Env
 from torchpod.envs.host import TorchRL
 from torchpod.envs.transforms import TRANSFORMS
 from torchpod.specs import EnvSpec
-from torchpod.watched import sentence
+from torchpod.watched import close_all, sentence
 
 
 def make_env(config: Mapping[str, Any] | str) -> Env:

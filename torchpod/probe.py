@@ -24,10 +24,9 @@ import torch
 
 from torchpod.config import TrainConfig, load
 from torchpod.distributed import init
-from torchpod.env import close_all
 from torchpod.makers import make_agent, make_env
 from torchpod.run import make_loop, reports
-from torchpod.watched import HostError, sentence
+from torchpod.watched import HostError, close_all, sentence
 
 CPU_SHARE, CUDA_SHARE = 0.8, 0.9
 """Of the memory that is free when a search begins: what its probes may take, unless they are told."""

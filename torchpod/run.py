@@ -28,7 +28,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig, nearest
 from torchpod.distributed import ALONE, Ranks, init, shutdown
-from torchpod.env import Env, close_all
+from torchpod.env import Env
 from torchpod.envs.transforms import Transform
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent, make_env
@@ -53,7 +53,7 @@ from torchpod.stop import Interrupted, OverdueError, StopFlag
 from torchpod.summary import Timing, summarise, write_members
 from torchpod.testing import ContractError, check_agent, check_env
 from torchpod.types import Tree
-from torchpod.watched import HostError, sentence, watched, watching
+from torchpod.watched import HostError, close_all, sentence, watched, watching
 
 
 @dataclass

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from torchpod.types import TimeStep, Tree
 
 GRACE_S = 4.0
 """How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
+CLOSE_S = 10.0
+"""How long an environment may take to be closed."""
 _LOOK_S = 0.2
 """Between two looks of the watchdog."""
 
@@ -47,13 +50,11 @@ class Watched:
 
     def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
         """See `Env.init`."""
-        with self._guarded():
-            return self._env.init(keys)
+        return self._guarded(self._env.init, keys)
 
     def step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
         """See `Env.step`."""
-        with self._guarded():
-            return self._env.step(state, action, keys)
+        return self._guarded(self._env.step, state, action, keys)
 
     def __copy__(self) -> "Watched":
         return Watched(copy.copy(self._env), self._where, self._timeout_s)
@@ -62,15 +63,14 @@ class Watched:
         """Closes the environment, if it can be."""
         getattr(self._env, "close", lambda: None)()
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, call: Callable[..., tuple[Tree, TimeStep]], *args: Tree) -> tuple[Tree, TimeStep]:
         name = self.spec.name
         try:
             with watching(f"{name} has not come back in {self._where}", self._timeout_s):
-                yield
+                return call(*args)
         except HostError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # who closes a window of an environment's may mean the process
             raise HostError(f"{name} failed in {self._where}: {sentence(error)}") from error
 
 
@@ -177,19 +177,44 @@ _WATCHDOG = _Watchdog()
 
 
 @contextlib.contextmanager
-def watching(what: str, timeout_s: float) -> Iterator[None]:
+def watching(
+    what: str, timeout_s: float, advice: str = "if it may take so long, raise loop.timeout_s={timeout_s:g}"
+) -> Iterator[None]:
     """Raises a `HostError` in the main thread if the block takes too long; elsewhere nothing is watched.
 
     A block that does not hear of it, in C code or because it catches everything, ends the process after `GRACE_S`.
+
+    Args:
+      what: has not happened, for the error.
+      timeout_s: how long it may take.
+      advice: to whom it happens.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _WATCHDOG.start()
-    message = f"{what} for {timeout_s:g} s; if it may take so long, raise loop.timeout_s={timeout_s:g}."
-    _WATCHDOG.now = _Block(message, time.monotonic() + timeout_s)
+    message = f"{what} for {timeout_s:g} s; {advice.format(timeout_s=timeout_s)}."
+    around, _WATCHDOG.now = _WATCHDOG.now, _Block(message, time.monotonic() + timeout_s)
     try:
         yield
     finally:
         with _WATCHDOG.lock:
-            _WATCHDOG.now = None
+            _WATCHDOG.now = around
+
+
+def close_all(envs: Iterable[Env]) -> None:
+    """Closes every environment that can be closed; what raises or hangs is a warning, for a run loses nothing by it."""
+    with contextlib.ExitStack() as closing:
+        for env in envs:
+            closing.callback(_close, env)
+
+
+def _close(env: Env) -> None:
+    close, name = getattr(env, "close", None), env.spec.name
+    if close is None:
+        return
+    try:
+        with watching(f"close() of {name} has not come back", CLOSE_S, "it is given up"):
+            close()
+    except Exception as error:
+        warnings.warn(f"{name} could not be closed, and may leave something behind: {sentence(error)}", stacklevel=2)

@@ -10,7 +10,8 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from typing import Any
 
@@ -34,6 +35,8 @@ _USUAL = [float, bool, bool]
 MASK = "action_mask"
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
+_STEPPED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The environments that are stepped in this process, by their `id`."""
 
 
 class Gymnasium:
@@ -58,8 +61,9 @@ class Gymnasium:
     Raises:
       ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict and
         Tuple of these; if the action is none of Box, Discrete, MultiDiscrete and Tuple of Discrete, or an integer of
-        more than 10,000 values; or if options are given without an id. While it plays, if an observation has not the
-        shape of its space, or if `reset` or `step` returns what those of Gym did before 0.26.
+        more than 10,000 values; if options are given without an id; or, in `init`, if the function returns an
+        environment that is stepped already. While it plays, if an observation has not the shape of its space, or if
+        `reset` or `step` returns what those of Gym did before 0.26.
     """
 
     traits = HOST
@@ -87,6 +91,7 @@ class Gymnasium:
         except gymnasium.error.Error as error:
             raise ValueError(str(error)) from error
         name = task if isinstance(task, str) else getattr(task, "__name__", type(probe).__name__)
+        self._spaces = probe.observation_space, probe.action_space
         self.spec, self._to_native = self._described(probe, name)
         probe.close()
 
@@ -96,15 +101,16 @@ class Gymnasium:
 
         self.close()
         mode, size = AutoresetMode.NEXT_STEP, keys.shape[0]
-        if self._processes:
-            make = functools.partial(_in_worker, self._make, self.spec.name, os.getpid())
-            self._envs = AsyncVectorEnv([make] * size, autoreset_mode=mode, context="forkserver")
-        else:
-            make = functools.partial(_checked, self._make, self.spec.name)
-            self._envs = SyncVectorEnv([make] * size, autoreset_mode=mode)
         seeds = random.bits(keys, 1)[:, 0].tolist()
-        self._pending = "reset"
         with self._naming_what_went_wrong():
+            if self._processes:
+                make = functools.partial(_in_worker, self._make, self.spec.name, os.getpid(), self._spaces)
+                self._envs = AsyncVectorEnv([make] * size, autoreset_mode=mode, context="forkserver")
+            else:
+                make = functools.partial(_checked, self._make, self.spec.name)
+                self._envs = SyncVectorEnv([make] * size, autoreset_mode=mode)
+                self._claim(self._envs.envs)
+            self._pending = "reset"
             observation, _ = self._envs.reset(seed=seeds)
         self._pending = ""
         self._was_last = np.ones(len(seeds), bool)
@@ -142,6 +148,8 @@ class Gymnasium:
                 f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
             ) from error
         except (ValueError, TypeError, AttributeError, LookupError) as error:  # perhaps of NumPy
+            if not self._pending:  # as they are made
+                raise
             space = self._envs.single_observation_space
             for observation in getattr(self._envs, "_env_obs", ()):
                 if self._pending == "reset" and observation is None:  # not reset yet
@@ -157,6 +165,8 @@ class Gymnasium:
         envs, self._envs = self._envs, None
         pending, self._pending = self._pending, ""
         if not self._processes:
+            for env in envs.envs:
+                _STEPPED.pop(id(self._simulator(env)), None)
             envs.close()
             return
         try:
@@ -171,6 +181,20 @@ class Gymnasium:
             for process in envs.processes:
                 process.join(_LAST_STEP_S)
             envs.closed = True
+
+    def _claim(self, envs: Iterable[Any]) -> None:
+        for env in envs:
+            simulator = self._simulator(env)
+            if id(simulator) in _STEPPED:
+                raise ValueError(
+                    f"The function that makes {self.spec.name} returned one and the same {type(simulator).__name__} "
+                    "again; return a new one from every call, for each is stepped on its own."
+                )
+            _STEPPED[id(simulator)] = simulator
+
+    def _simulator(self, env: Any) -> Any:
+        """What is inside all wrappers."""
+        return env.unwrapped
 
     def limited(self, max_episode_steps: int) -> "Gymnasium":
         """See `torchpod.envs.transforms.time_limit`."""
@@ -277,20 +301,39 @@ def misfit(observation: Any, space: Any) -> str | None:
     return None if fits else f"of {found.dtype}, and the space says {space.dtype}"
 
 
-def _in_worker(make: Callable[[], Any], name: str, run: int) -> Any:
+def _in_worker(make: Callable[[], Any], name: str, run: int, spaces: tuple[Any, Any]) -> Any:
     """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself.
 
     Args:
       make: makes it.
       name: of it.
       run: the process of the run. If that ends without a word, the group is killed.
+      spaces: of its observations and actions.
     """
     parent = multiprocessing.parent_process()
     if os.getpid() != run and parent is not None:  # Gymnasium makes one in the run's own process too, to look at
         os.setpgrp()
         kill_at_end_of(parent.sentinel)
-    # The memory that processes share keeps sizes alone, and repeats a number.
-    return _portable(_checked(make, name, observations=True))
+    try:
+        # The memory that processes share keeps sizes alone, and repeats a number.
+        return _portable(_checked(make, name, observations=True))
+    except Exception as error:
+        if os.getpid() == run:
+            raise
+        return _portable(_unmade(error, *spaces))
+
+
+def _unmade(error: Exception, observation_space: Any, action_space: Any) -> Any:
+    """Raises at its reset what was raised as it was made: before that, a worker cannot tell what it was."""
+    import gymnasium
+
+    class Unmade(gymnasium.Env):
+        def reset(self, **arguments: Any) -> Any:
+            raise error
+
+    env = Unmade()
+    env.observation_space, env.action_space = observation_space, action_space
+    return env
 
 
 def _portable(env: Any) -> Any:

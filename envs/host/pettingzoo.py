@@ -90,6 +90,9 @@ class PettingZoo(Gymnasium):
         new.spec = dataclasses.replace(self.spec, max_episode_steps=limit)
         return new
 
+    def _simulator(self, env: Any) -> Any:
+        return super()._simulator(env).env.unwrapped
+
     def _described(self, probe: Any, name: str) -> tuple[EnvSpec, Callable[[Tree], Any]]:
         self._members, self._in_turns = probe.groups, probe.in_turns
         observation, action, to_native = {}, {}, {}

@@ -25,7 +25,7 @@ from torchpod.sebulba.exchange import Exchange, Phases
 
 
 class Broken(HostEnv):
-    """Goes wrong at step 20: raises, hangs for `hang_s`, or gives rewards of another shape or that are no numbers."""
+    """Goes wrong at step 20: raises, hangs for `hang_s`, or gives rewards of another shape, another type, or NaN."""
 
     def __init__(self, fault, hang_s=0.0):
         super().__init__(CartPole(max_episode_steps=7))
@@ -42,6 +42,8 @@ class Broken(HostEnv):
             self.over.wait(self.hang_s)
         if self.fault == "shape":
             timestep = timestep._replace(reward=timestep.reward[:-1])
+        if self.fault == "type":
+            timestep = timestep._replace(reward=timestep.reward.double())
         if self.fault == "nan":
             timestep = timestep._replace(reward=timestep.reward * torch.nan)
         return state, timestep
@@ -53,6 +55,16 @@ def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, caus
     with pytest.raises(ActorError, match=r"actor thread \d failed: ") as caught:
         run(sebulba, sebulba.init(seed))
     assert isinstance(caught.value.__cause__, cause)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_reward_of_another_type_than_at_first_is_named(num_threads, seed):
+    sebulba = make(SebulbaConfig(num_actor_threads=num_threads), env=Broken("type"))
+    message = (
+        r"cartpole gave reward as \[torch.float64\], and as \[torch.float32\] in its first timestep; give the same"
+    )
+    with pytest.raises(ActorError if num_threads else TypeError, match=message):
+        run(sebulba, sebulba.init(seed))
 
 
 class SlowToSend(Apart):
@@ -162,7 +174,8 @@ def test_environments_that_come_back_late_are_closed_once_by_whoever_is_second()
     closed, late = [], []
     for i in range(200):
         over = threading.Event()
-        pool = SimpleNamespace(env=SimpleNamespace(close=lambda i=i: closed.append(i)), carry=None)
+        env = SimpleNamespace(close=lambda i=i: closed.append(i), spec=SimpleNamespace(name="env"))
+        pool = SimpleNamespace(env=env, carry=None)
         options = {"length": 1, "refresh": False, "workers": [], "timeout_s": 60.0}
         actor = Actor(0, [cast(Pool, pool)], Phases("env"), torch.device("cpu"), **options)
         actor.produce = lambda exchange, number, over=over: over.wait(10) and exchange.newest()

@@ -18,7 +18,6 @@ import torch
 from tests.testing.test_check_env import SharesSimulator
 from torchpod import checkpoint, random
 from torchpod.config import ConfigError, load
-from torchpod.env import close_all
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.transforms import RewardClip
 from torchpod.main import main
@@ -27,7 +26,7 @@ from torchpod.progress import ConsoleSink
 from torchpod.run import execute
 from torchpod.sebulba import Sebulba
 from torchpod.sebulba import loop as sebulba_loop
-from torchpod.watched import HostError, Watched
+from torchpod.watched import HostError, Watched, close_all
 
 SMALL = (
     "loop=sebulba",

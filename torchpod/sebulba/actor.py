@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
-from torchpod.env import Env, close_all
+from torchpod.env import Env
 from torchpod.envs.transforms import Transform, send
 from torchpod.interop import to_tensordict
 from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
 from torchpod.trees import contiguous
-from torchpod.types import ActorOutput, Carry, Tree
+from torchpod.types import ActorOutput, Carry, TimeStep, Tree
+from torchpod.watched import close_all
 
 _KILLED_S = 2.0
 """How long `Actor.join` waits for a thread whose worker processes it has killed."""
@@ -83,6 +85,7 @@ class Pool:
     ) -> None:
         self.env, self.carry, self.advance = env, carry, advance
         self.keys, self._phases, self._port = (env_keys, actor_keys), phases, port
+        self._types = _types(carry.timestep)
         self.splits = splits(env)
         self._decided: Any = None
         self._native: Any = None
@@ -123,6 +126,19 @@ class Pool:
         timestep = timestep._replace(observation=contiguous(timestep.observation))
         self.carry = Carry((), timestep, actor_state, count)
         return self.carry, output
+
+    def require_types(self, timestep: TimeStep) -> None:
+        """Raises `TypeError` if a timestep, or many of them stacked, has other types than the first had."""
+        for name, first, now in zip(timestep._fields, self._types, _types(timestep), strict=True):
+            if first != now:
+                raise TypeError(
+                    f"{self.env.spec.name} gave {name} as {now}, and as {first} in its first timestep; give the same "
+                    "type in every step."
+                )
+
+
+def _types(timestep: TimeStep) -> list[list[torch.dtype]]:
+    return [[x.dtype for x in pytree.tree_leaves(part)] for part in timestep]
 
 
 class Actor:
@@ -217,6 +233,8 @@ class Actor:
                     exchange.newest()  # a run that is over begins no step
                     pool.send(self._taken(self._begun[1]))
             trajectories = [recorder.trajectory() for recorder in recorders]
+            for pool, trajectory in zip(self.pools, trajectories, strict=True):
+                pool.require_types(trajectory.timestep)
             seconds = self.phases.take()
         items = []
         for pool, trajectory in zip(self.pools, trajectories, strict=True):

@@ -23,7 +23,7 @@ from torchpod.agent import Agent, Variables
 from torchpod.anakin import RunState, init_state, next_state
 from torchpod.compile import Compiler
 from torchpod.distributed import ALONE, Ranks
-from torchpod.env import Env, close_all
+from torchpod.env import Env
 from torchpod.episodes import average, counting
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig, LearnerState
@@ -34,7 +34,7 @@ from torchpod.sebulba.actor import Act, Actor, Pool, make_act, splits
 from torchpod.sebulba.exchange import Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, Static, hand_over, on, take
 from torchpod.types import Carry, Trajectory, Tree
-from torchpod.watched import watched
+from torchpod.watched import close_all, watched
 
 
 @dataclass(frozen=True)

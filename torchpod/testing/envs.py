@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.actions import closed_masks, lead_of, random_action
 from torchpod.compile import Compiler
-from torchpod.env import Env, TensorEnv, close_all
+from torchpod.env import Env, TensorEnv
 from torchpod.specs import EnvSpec, MultiDiscrete, Traits
 from torchpod.testing.contract import (
     ContractError,
@@ -32,6 +32,7 @@ from torchpod.testing.contract import (
 from torchpod.testing.kernels import compare_with_fakes
 from torchpod.trees import contiguous
 from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
+from torchpod.watched import close_all
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 """Between eager, vmapped and compiled floats: kernels differ in the last bits."""

@@ -1,7 +1,9 @@
 """Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
 
 import contextlib
+import copy
 import functools
+import multiprocessing
 import os
 import re
 import signal
@@ -29,6 +31,7 @@ from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID
+from torchpod.watched import close_all
 
 
 class Countdown(gymnasium.Env):
@@ -565,9 +568,9 @@ class Faulty(Countdown):
 def test_errors_that_cannot_travel_come_from_their_process_as_what_they_say(what):
     env = Gymnasium(functools.partial(Faulty, what), processes=True)
     try:
-        env.init(random.split(random.key(0), 2))
+        env.init(keys(1))
         with pytest.raises(RuntimeError, match=FAULTS[what][1]):
-            env.step(None, torch.zeros(2, dtype=torch.int64), random.split(random.key(1), 2))
+            env.step(None, torch.zeros(1, dtype=torch.int64), keys(1, 1))
     finally:
         env.close()
 
@@ -581,8 +584,75 @@ class Lost(Countdown):
 def test_an_error_that_can_travel_is_itself():
     env = Gymnasium(Lost, processes=True)
     try:
-        env.init(random.split(random.key(0), 2))
+        env.init(keys(1))
         with pytest.raises(KeyError, match="no way"):
-            env.step(None, torch.zeros(2, dtype=torch.int64), random.split(random.key(1), 2))
+            env.step(None, torch.zeros(1, dtype=torch.int64), keys(1, 1))
     finally:
         env.close()
+
+
+class AtHome(Countdown):
+    """Can be made in one process alone."""
+
+    def __init__(self, process, error):
+        if os.getpid() != process:
+            raise error
+
+
+@pytest.mark.filterwarnings("ignore:.*(Received the following error|Raising the last|Traceback)")  # Gymnasium's own
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (LookupError("no licence here"), LookupError, "no licence here"),
+        pytest.param(SystemExit(3), RuntimeError, "a worker process of AtHome is gone", marks=pytest.mark.slow),
+    ],
+)
+def test_one_that_cannot_be_made_in_a_worker_process_is_told_as_what_it_says(error, kind, told):
+    def make():
+        return AtHome(run, error)
+
+    run = os.getpid()
+    make.__name__ = "AtHome"
+    env = Gymnasium(make, processes=True)
+    try:
+        with pytest.raises(kind, match=told):
+            env.init(keys(1))
+    finally:
+        env.close()
+
+
+def test_one_and_the_same_environment_is_stepped_once():
+    shared = Countdown()
+    one = Gymnasium(lambda: shared)
+    again = "The function that makes <lambda> returned one and the same Countdown again; return a new one from every"
+    with pytest.raises(ValueError, match=again):
+        one.init(keys(2))
+    one.init(keys(1))
+    one.init(keys(1))  # which closes what was there
+    other = copy.copy(one)
+    other._envs = None  # as before anything was begun
+    with pytest.raises(ValueError, match=again):
+        other.init(keys(1))
+    one.close()
+    other.init(keys(1))
+    other.close()
+
+
+class StaysOpen(Countdown):
+    """In other processes than one."""
+
+    def __init__(self, process):
+        self.process = process
+
+    def close(self):
+        if os.getpid() != self.process:
+            time.sleep(1e6)
+
+
+def test_worker_processes_that_do_not_close_are_ended(monkeypatch):
+    monkeypatch.setattr("torchpod.watched.CLOSE_S", 0.5)
+    env = Gymnasium(functools.partial(StaysOpen, os.getpid()), processes=True)
+    env.init(keys(1))
+    began = time.monotonic()
+    close_all([env])
+    assert time.monotonic() - began < 10 and multiprocessing.active_children() == []

@@ -514,6 +514,13 @@ def test_somebody_without_a_reward_is_named():
         play(PettingZoo(Stingy), [([0, 0], [0]), ([0, 0], [0])])
 
 
+def test_one_and_the_same_environment_is_stepped_once():
+    shared = Leaving()
+    env = PettingZoo(lambda: shared)
+    with pytest.raises(ValueError, match="makes leaving returned one and the same Leaving again; return a new one"):
+        env.init(random.split(random.key(0), 2))
+
+
 def test_a_missing_pettingzoo_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
     with pytest.raises(ImportError, match=r"needs the package pettingzoo: pip install 'torchpod-rl\[pettingzoo\]'"):
