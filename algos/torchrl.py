@@ -79,6 +79,8 @@ class _Builder:
     """
 
     def __init__(self, spec: EnvSpec, config: LossConfig) -> None:
+        if min(*config.hidden, 1, 1) < 1:
+            raise ValueError(f"algo.agent.hidden={list(config.hidden)} must be at least 1 each.")
         observation = spec.observation
         leaves = (
             {("observation", name): x for name, x in observation.items()}
@@ -437,6 +439,8 @@ def parts(spec: EnvSpec, config: LossConfig) -> Parts:
     for name in config.arguments:
         if name not in known:
             raise ValueError(f"{config.loss} has no argument {name}; it has {', '.join(sorted(known - {'self'}))}.")
+        if setting := {"gamma": "discount", "lmbda": "gae_lambda"}.get(name):
+            raise ValueError(f"algo.agent.arguments.{name} is a setting here; use algo.agent.{setting}.")
 
     def make(*args: Any, **own: Any) -> Any:
         try:

@@ -289,6 +289,14 @@ def test_settings_without_effect_are_refused(overrides: list[str], message: str)
     load([*overrides, "algo.replay.prioritised=true"] if "alpha" in message else [overrides[0]])
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("capacity=abc", "'abc': expected an integer."), ("host=maybe", "'maybe': expected true or false.")],
+)
+def test_a_setting_of_replay_is_named_like_any_other(override: str, expected: str):
+    assert refused(["algo=dqn", f"algo.replay.{override}"]) == f"algo.replay.{override.partition('=')[0]}={expected}"
+
+
 @pytest.mark.parametrize(("steps", "updates"), [("32", 8), ("0.25", 1024), ("256", 1), ("51.2", 5)])
 def test_updates_are_paced_by_the_steps_of_all_environments(steps: str, updates: int):
     config = load(["algo=dqn", "num_envs=64", "algo.unroll_length=4", f"algo.env_steps_per_update={steps}"])

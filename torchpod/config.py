@@ -248,7 +248,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     for name in ("algo.replay.alpha", "algo.replay.beta"):
         replay, field = config.algo.replay, name.rpartition(".")[2]
         is_other = name in given and getattr(replay, field) != getattr(ReplayConfig(), field)
-        if replay is not None and not replay.prioritised and is_other:
+        if replay is not None and not replay.prioritised and is_other and config.resume is None:
             raise ConfigError(f"{name} is of prioritised replay; add algo.replay.prioritised=true, or leave it out.")
     if config.algo.name == "torchrl" and (told := without_effect(config.algo.agent)):
         raise ConfigError(told)
@@ -524,6 +524,8 @@ def _cast(hint: Any, value: Any, name: str) -> Any:
         return build(hint, value, name + ".")
     if origin in (types.UnionType, typing.Union):
         for option in arguments:
+            if dataclasses.is_dataclass(option) and isinstance(value, Mapping):  # whose own error says which setting
+                return _cast(option, value, name)
             try:
                 return _cast(option, value, name)
             except ConfigError:

@@ -105,7 +105,11 @@ def execute(
                 f"{named[0]} is a setting of an environment that a run makes, and env={type(env).__name__} is made "
                 "already; make it as it is to be, with what torchpod.envs.transforms has around it."
             )
-        for module, base, door in (("gymnasium", "Env", "Gymnasium"), ("pettingzoo", "ParallelEnv", "PettingZoo")):
+        for module, base, door in (
+            ("gymnasium", "Env", "Gymnasium"),
+            ("pettingzoo", "ParallelEnv", "PettingZoo"),
+            ("torchrl.envs", "EnvBase", "TorchRL"),
+        ):
             if module in sys.modules and isinstance(env, getattr(sys.modules[module], base)):
                 kind = type(env).__name__
                 raise ConfigError(

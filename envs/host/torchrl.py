@@ -37,6 +37,11 @@ class TorchRL:
     def __init__(self, make: Callable[..., Any]) -> None:
         from torchrl.envs import EnvBase  # its import takes seconds
 
+        if isinstance(make, EnvBase):
+            raise ValueError(
+                f"TorchRL makes as many as it steps, and got one {type(make).__name__}; hand over its class, or a "
+                "function that makes it."
+            )
         self._make = make
         self._sized = "num_envs" in inspect.signature(make).parameters
         self._parts: list[_Part] = []
@@ -204,6 +209,11 @@ def _spec_of(leaf: Any, env: Any, name: str) -> SpecTree:
     shape, dtype = tuple(leaf.shape[len(env.batch_size) :]), leaf.dtype
     if dtype is None or not isinstance(getattr(leaf, "dtype", None), torch.dtype):
         raise ValueError(f"{type(env).__name__}: the observation {name} is {leaf}; use tensors.")
+    if min(shape, default=1) < 0:
+        raise ValueError(
+            f"{type(env).__name__}: the observation {name} is of parts of several kinds or shapes, {list(shape)}; make "
+            "it one tensor."
+        )
     if isinstance(leaf, Categorical) and not shape and dtype != torch.bool:
         return Discrete(int(leaf.space.n))
     return Array(shape, dtype if dtype in (torch.uint8, torch.bool) else torch.float32)

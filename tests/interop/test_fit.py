@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torchrl.objectives
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal, OneHotCategorical
-from torchrl.data import Bounded
-from torchrl.modules import (
-    ValueOperator,
-)
+from torchrl.data import Bounded, Categorical
+from torchrl.modules import EGreedyModule, GRUModule, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
 from torchrl.objectives import (
     A2CLoss,
     ClipPPOLoss,
@@ -21,6 +19,7 @@ from torchrl.objectives import (
     DDPGLoss,
     DiscreteCQLLoss,
     DiscreteIQLLoss,
+    DiscreteSACLoss,
     DQNLoss,
     IQLLoss,
     KLPENPPOLoss,
@@ -54,8 +53,10 @@ from torchpod.interop.torchrl import LossAgent
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete
+from torchpod.testing import check_agent
 
 ONE = Bounded(-1.0, 1.0, (1,))
+
 TQC = [x for name, x in vars(torchrl.objectives).items() if name == "TQCLoss"]  # of newer versions
 UNFIT = {
     "reads 'pixels'": lambda: (
@@ -67,6 +68,34 @@ UNFIT = {
         categorical(return_log_prob=False),
         lambda actor: ClipPPOLoss(actor, critic()),
         "ClipPPOLoss needs 'action_log_prob' of the actor, which writes ['logits']; build it with return_log_pr",
+    ),
+    "a memory": lambda: (
+        categorical(
+            module=TensorDictSequential(
+                GRUModule(input_size=4, hidden_size=8, in_key="observation", out_key="h"),
+                TensorDictModule(nn.Linear(8, 2), ["h"], ["logits"]),
+            )
+        ),
+        lambda actor: A2CLoss(actor, critic()),
+        "the actor has a GRUModule, and LossAgent keeps no memory from step to step; use an actor without, or an agent",
+    ),
+    "exploration of its own": lambda: (
+        TensorDictSequential(q_actor(), EGreedyModule(spec=Categorical(2))),
+        lambda actor: DQNLoss(actor[0], action_space="categorical", delay_value=True),
+        "the actor has a EGreedyModule, whose exploration nothing here anneals; leave it out, and give LossAgent eps",
+    ),
+    "a distribution of other parameters": lambda: (
+        ProbabilisticActor(
+            TensorDictModule(nn.Linear(4, 2), ["observation"], ["x"]), in_keys=["x"], distribution_class=TanhNormal
+        ),
+        lambda actor: A2CLoss(actor, critic()),
+        "must match. Got this error message: ",
+    ),
+    "a frozen coefficient": lambda: (
+        gaussian(1, 4),
+        lambda actor: frozen(SACLoss(actor, q_critic(5), action_spec=ONE)),
+        "log_alpha of SACLoss is frozen (requires_grad=False), and would be trained; let it be trained, or make the",
+        {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
     ),
     "a log-prob of another name": lambda: (
         categorical(),
@@ -318,6 +347,11 @@ UNFIT = {
 """By what is wrong: an actor, the loss made of it, what is told, and other arguments of `LossAgent`, if any."""
 
 
+def frozen(loss):
+    loss.log_alpha.requires_grad_(False)
+    return loss
+
+
 class OwnCQL(DiscreteCQLLoss):
     pass
 
@@ -554,6 +588,22 @@ def test_actions_beyond_the_bounds_are_those_that_are_done(explore, seed):
     keys = random.split(random.key(seed), 4)
     output, _ = agent.act(env.init(keys)[1], (), keys, explore=explore)
     assert (output.action == 2.0).all()
+
+
+def test_an_entropy_that_the_choices_cannot_have_is_none_to_aim_at():
+    actor, values = categorical(), TensorDictModule(Sums(2), ["observation"], ["action_value"])
+    loss = DiscreteSACLoss(actor, values, action_space="categorical", num_actions=5)
+    told = r"target_entropy=1.577 of DiscreteSACLoss is more than log\(2\)=0.6931, .* make the loss with num_actions=2"
+    with pytest.raises(ValueError, match=told):
+        LossAgent(actor, loss, spec=SPEC)
+
+
+def test_layers_of_unknown_size_are_made_in_the_first_call(seed):
+    actor = QValueActor(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 2)), in_keys=["observation"], spec=Categorical(2))
+    agent = LossAgent(actor, DQNLoss(actor, action_space="categorical", delay_value=True), spec=SPEC)
+    params, _ = variables_of(agent)
+    assert [list(x.shape) for x in params.values()] == [[8, 4], [8], [2, 8], [2]]
+    check_agent(agent, CartPole(max_episode_steps=7), quick=True)
 
 
 def test_a_loss_may_be_handed_to_a_second_agent():

@@ -8,10 +8,10 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.utils import _pytree as pytree
-from torchrl.modules import ActorValueOperator, ValueOperator
-from torchrl.objectives import A2CLoss, SoftUpdate
+from torchrl.modules import ActorValueOperator, QValueActor, ValueOperator
+from torchrl.objectives import A2CLoss, DQNLoss, SoftUpdate
 
-from tests.interop.actors import SPEC, categorical
+from tests.interop.actors import SPEC, categorical, critic
 from tests.interop.rows import (
     SAC_V1,
     THERE,
@@ -317,6 +317,43 @@ def test_a_shared_trunk_learns_from_both_losses(seed):
         assert theirs.keys() == ours.keys() and len(ours) == 6
         for key, x in theirs.items():
             torch.testing.assert_close(ours[key], x, rtol=1e-4, atol=1e-6, msg=key)
+
+
+@pytest.mark.filterwarnings("ignore:No target network updater")
+@pytest.mark.parametrize("name", ["A2CLoss", "DQNLoss"])
+def test_frozen_parameters_stay_and_the_others_learn_as_in_torchrl(name, seed):
+    def both():
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        net[0].requires_grad_(False)
+        if name == "DQNLoss":
+            actor = QValueActor(net, in_keys=["observation"], action_space="categorical")
+            return actor, DQNLoss(actor, action_space="categorical", delay_value=True)
+        actor = categorical(module=TensorDictModule(net, ["observation"], ["logits"]))
+        return actor, A2CLoss(actor, critic())
+
+    actor, loss = both()
+    _, own = both()
+    agent = LossAgent(actor, loss, spec=SPEC)
+    trajectory = collect(agent, CartPole(), seed)
+    batch = batch_of(agent, trajectory, seed)
+    learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=1), num_iterations=1)
+    params, buffers = variables_of(agent)
+    state = learner.init(params, buffers)
+    trained = {key.replace("_params.", "."): x for key, x in own.named_parameters() if x.requires_grad}
+    kept = {key.replace("_params.", "."): x for key, x in own.named_parameters() if not x.requires_grad}
+    assert params.keys() == trained.keys() and len(kept) == 2 and kept.keys() <= buffers.keys()
+    given = state.params, state.buffers, state.targets, batch, random.key(0), torch.tensor(0), ()
+    flat = learner._gradient_one(*given)[0]
+    ours = learner.groups.by_parameter({"loss": flat[: len(learner.groups.flat(state.params))]})
+    out = own(in_torchrls_words(trajectory, batch))
+    sum(x.mean() for key, x in out.items() if key.startswith("loss")).backward()
+    for key, x in trained.items():
+        torch.testing.assert_close(ours[key], x.grad, rtol=1e-4, atol=1e-6, msg=key)
+    keys = random.split(random.key(seed), trajectory.timestep.reward.shape[1])
+    after, _ = learner.update(state, trajectory, keys)
+    assert all((after.params[key] != params[key]).any() for key in params)
+    assert all(torch.equal(after.buffers[key], x.detach()) for key, x in kept.items())
 
 
 GROUPS = {

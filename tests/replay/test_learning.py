@@ -302,6 +302,13 @@ def test_every_member_of_a_population_is_its_single_run(seed, prioritised):
             assert_equal({k: v[p] for k, v in together.metrics.items()}, report.metrics)
 
 
+def test_more_rows_at_once_than_there_may_be_are_refused():
+    with pytest.raises(
+        ValueError, match=r"algo\.replay\.batch_size=601 is more than algo\.replay\.capacity=600; lower"
+    ):
+        make(batch_size=601, capacity=600)
+
+
 def test_epochs_are_refused():
     with pytest.raises(ValueError, match=r"algo\.learner\.num_epochs=2: DQN draws new rows .*; use num_epochs=1"):
         make(learner={"num_epochs": 2})

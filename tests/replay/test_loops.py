@@ -472,6 +472,8 @@ def test_a_ring_in_files_is_as_one_in_memory_and_leaves_none(tmp_path: Path):
     (tmp_path / "disk").rmdir()
     with pytest.raises(ValueError, match="algo.replay.folder=.*/disk is no folder"):
         execute(load([*config, f"run_dir={tmp_path}/none", f"algo.replay.folder={tmp_path}/disk"]))
+    with pytest.raises(ValueError, match="algo.replay.host=true keeps rows in memory, and algo.replay.folder=.* in"):
+        execute(load([*config, f"run_dir={tmp_path}/none", f"algo.replay.folder={tmp_path}", "algo.replay.host=true"]))
     more = [f"resume={tmp_path}/files", "algo=dqn", "algo.replay.folder=null", f"total_env_steps={31 * STEPS}"]
     assert execute(load(more)).summary["env_steps"] > files.summary["env_steps"]
 

@@ -1,5 +1,6 @@
 """Whether actor, networks and loss of TorchRL fit an environment; what does not is said in one sentence (unfit.py)."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -71,11 +72,17 @@ class Fit(NamedTuple):
             )
 
     def check_bounds(self, loss: LossModule) -> None:
-        """That a loss which was told of continuous actions was told of these.
+        """That a loss which was told of actions was told of these.
 
         SAC and its kin aim at an entropy of so many numbers, and TD3 clips its targets.
         """
         space, own = self.spec.action, cast(Any, loss)
+        aim = own._buffers.get("target_entropy")
+        if isinstance(space, Discrete) and aim is not None and aim > (most := math.log(space.num_values)):
+            raise ValueError(
+                f"target_entropy={aim:.4g} of {self.loss} is more than log({space.num_values})={most:.4g}, the most "
+                f"that {self.spec.name} allows; make the loss with num_actions={space.num_values}, or a lower one."
+            )
         if not isinstance(space, Box):
             return
         told = getattr(own, "_action_spec", None)
@@ -168,7 +175,8 @@ class Fit(NamedTuple):
         if (name := watched.network) and (layer := watched.layer()):
             read = shapes_of(data, networks[name].in_keys)
             return f"{name} cannot use {whose}, {read} per row: its {layer}; build it for that."
-        told = str(error).strip().split("\n")[0] or type(error).__name__
+        lines = [line.strip() for line in str(error).split("\n") if line.strip()] or [type(error).__name__]
+        told = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         if isinstance(error, AttributeError) and "get_dist" in told:
             return f"{what} asks the actor for its distribution, and it has none; make it a ProbabilisticActor."
         if isinstance(error, KeyError):

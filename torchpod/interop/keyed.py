@@ -39,7 +39,7 @@ class Keyed(TorchFunctionMode):
         if func in _UNKNOWN:
             raise NotImplementedError(
                 f"{func.__name__} draws from torch's generator and has no keyed counterpart; draw with one of "
-                f"{', '.join(sorted(f.__name__ for f in _DRAWS))}."
+                f"{', '.join(sorted({f.__name__ for f in _DRAWS}))}."
             )
         draw = _DRAWS.get(func) or _MEMORY.get(func)
         return func(*args, **kwargs) if draw is None else draw(self, *args, **kwargs)

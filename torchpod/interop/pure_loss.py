@@ -44,7 +44,7 @@ class PureLoss:
     params: dict[str, nn.Parameter]
     """What it learns, by names such as `actor_network.module.0.weight` and `log_alpha`."""
     buffers: dict[str, Tensor]
-    """Coefficients, what else of its networks is not learned, and running statistics of values, scalars `[]`."""
+    """Coefficients, what of its networks is frozen or otherwise not learned, and running statistics of values, `[]`."""
     settings: tuple[str, ...]
     """Which of the buffers are coefficients that it does not change itself."""
     delayed: tuple[str, ...]
@@ -60,11 +60,17 @@ class PureLoss:
         self._held = {name: (x.batch_size, dict(cast(Any, x).items(True, True))) for name, x in held.items()}
         self.delayed = tuple(_net(name) for name in held if name.startswith("target_"))
         own = {name: x for name, x in loss._parameters.items() if x is not None}
+        for name, x in own.items():
+            if not x.requires_grad:
+                raise ValueError(
+                    f"{name} of {type(loss).__name__} is frozen (requires_grad=False), and would be trained; let it "
+                    "be trained, or make the loss with a fixed one."
+                )
         self.params, self.buffers = dict(own), {}
         self._own = tuple(own)
         owners = {x: name for name, x in own.items()}
         for name, leaf in self._leaves():
-            if isinstance(leaf, nn.Parameter) and leaf not in owners:
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad and leaf not in owners:
                 self.params[name], owners[leaf] = leaf, name
         # Two networks may share a part; TorchRL gives it to the second one with its gradient or without.
         places = {x.data_ptr(): name for name, x in self.params.items()}
@@ -75,7 +81,7 @@ class PureLoss:
             if leaf.numel() and leaf.data_ptr() in places:
                 self._shared[name] = places[leaf.data_ptr()], isinstance(leaf, nn.Parameter)
             else:
-                self.buffers[name] = leaf
+                self.buffers[name] = leaf.detach()
         known = set(self.params.values())
         left = [name for name, x in loss.named_parameters() if x.requires_grad and x not in known]
         if left:

@@ -25,8 +25,18 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import GRUModule, LSTMModule
+from torchrl.modules.tensordict_module.exploration import (
+    AdditiveGaussianModule,
+    AdditiveGaussianWrapper,
+    EGreedyModule,
+    EGreedyWrapper,
+    OrnsteinUhlenbeckProcessModule,
+    OrnsteinUhlenbeckProcessWrapper,
+)
 from torchrl.modules.value_norm import ValueNorm
 from torchrl.objectives import KLPENPPOLoss, LossModule
 
@@ -198,6 +208,18 @@ class LossAgent(Agent):
             if not isinstance(x, kind):
                 found = f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
                 raise ValueError(f"LossAgent takes {what} that is a {kind.__name__}, and got {found}; {repair}.")
+        for module in actor.modules():
+            name = type(module).__name__
+            if isinstance(module, LSTMModule | GRUModule):
+                raise ValueError(
+                    f"the actor has a {name}, and LossAgent keeps no memory from step to step; use an actor without, "
+                    "or an agent of torchpod's with algo.agent.recurrent."
+                )
+            if isinstance(module, _EXPLORING):
+                raise ValueError(
+                    f"the actor has a {name}, whose exploration nothing here anneals; leave it out, and give LossAgent "
+                    "epsilon and exploration_fraction, or noise."
+                )
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
         action = self._spec.action
@@ -267,6 +289,9 @@ class LossAgent(Agent):
         known = set(data.keys(True, True))
         keys = random.split(random.key(0), rows)
         exploring = set_exploration_type(ExplorationType.RANDOM)
+        if any(is_lazy(x) for x in actor.parameters()):  # its layers draw their parameters in the first call
+            with torch.no_grad(), TORCHRL:
+                self._fit.called("the actor", actor, data)
         with torch.no_grad(), TORCHRL, exploring, Keyed(keys), NothingElseDraws():
             out = self._fit.called("the actor", actor, data)
         self._action = getattr(loss.tensor_keys, "action", "action")
@@ -523,6 +548,10 @@ class LossAgent(Agent):
         return data
 
 
+_EXPLORING = (
+    *(EGreedyModule, EGreedyWrapper, AdditiveGaussianModule, AdditiveGaussianWrapper),
+    *(OrnsteinUhlenbeckProcessModule, OrnsteinUhlenbeckProcessWrapper),
+)
 _COLUMNS = ("advantage", "value_target", "state_value")
 _EXAMPLE_ROWS = 26
 """A number that no axis of a network has by accident; even, for losses that cut rows in two."""

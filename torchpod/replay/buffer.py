@@ -127,6 +127,11 @@ class ReplayBuffer:
             )
         if config.frame_stack < 1:
             raise ValueError(f"algo.replay.frame_stack={config.frame_stack} must be at least 1.")
+        if config.folder is not None and config.host:
+            raise ValueError(
+                f"algo.replay.host=true keeps rows in memory, and algo.replay.folder={config.folder} in a file; leave "
+                "one of them out."
+            )
         if config.folder is not None and not os.path.isdir(config.folder):
             raise ValueError(f"algo.replay.folder={config.folder} is no folder; make it, or leave it out.")
         if config.min_size > config.capacity:

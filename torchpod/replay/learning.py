@@ -47,6 +47,11 @@ class ReplayLearner:
                 f"algo.learner.num_epochs={learner.config.num_epochs}: {type(agent).__name__} draws new rows from "
                 "replay for every update; use num_epochs=1, and num_minibatches for the updates per iteration."
             )
+        if config.batch_size > config.capacity:
+            raise ValueError(
+                f"algo.replay.batch_size={config.batch_size} is more than algo.replay.capacity={config.capacity}; "
+                "lower it, or raise that."
+            )
         self.agent, self.learner, self.population = agent, learner, compiler.population
         self.batch_size = learner.ranks.share(config.batch_size, "algo.replay.batch_size")
         self.buffer = ReplayBuffer(

@@ -621,6 +621,11 @@ def test_one_that_cannot_be_made_in_a_worker_process_is_told_as_what_it_says(err
         env.close()
 
 
+def test_one_environment_is_none_to_make_many_of():
+    with pytest.raises(ValueError, match="Gymnasium makes many of what it steps, and got one Countdown; hand over its"):
+        Gymnasium(Countdown())  # pyright: ignore[reportArgumentType]
+
+
 def test_one_and_the_same_environment_is_stepped_once():
     shared = Countdown()
     one = Gymnasium(lambda: shared)

@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 from torchrl.data import Bounded, Composite, MultiOneHot, Unbounded
-from torchrl.envs import SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
-from torchpod import random
+from torchpod import random, train
 from torchpod.config import ConfigError, load
 from torchpod.envs import Catch
 from torchpod.envs.host.torchrl import TorchRL
@@ -234,6 +234,21 @@ def test_wrong_things_are_named(tmp_path):
 def test_what_is_no_environment_of_torchrl_is_refused():
     with pytest.raises(ValueError, match=r"three returned a int, and must return a torchrl.envs.EnvBase"):
         TorchRL(three)
+    with pytest.raises(
+        ValueError, match="TorchRL makes as many as it steps, and got one TorchRLEnv; hand over its cla"
+    ):
+        TorchRL(to_torchrl(Catch(), num_envs=1))
+    with pytest.raises(
+        ConfigError, match="env=TorchRLEnv is one torchrl.envs.EnvBase, and a run needs many: hand over"
+    ):
+        train(env=to_torchrl(Catch(), num_envs=1), loop="sebulba")
+
+
+def test_an_observation_of_several_shapes_is_refused():
+    with pytest.raises(
+        ValueError, match=r"the observation observation is of parts of several .*, \[3, -1\]; make it one"
+    ):
+        TorchRL(lambda: GymEnv("Blackjack-v1"))
 
 
 def three():
