@@ -496,6 +496,8 @@ def action_of(
         return MultiDiscrete(tuple(int(x.n) for x in space)), lambda action: tuple((action + starts).T)
     if not isinstance(space, spaces.Box):
         raise ValueError(f"{where} is {space}; use Box, Discrete, MultiDiscrete, or a Tuple of Discrete.")
+    if 0 in space.shape:
+        raise ValueError(f"{where} is {space}, of no numbers; give it some.")
     low, high = space.low, space.high
     if space.dtype is not None and space.dtype.kind != "f":
         shape, counts = space.shape, [int(b) - int(a) + 1 for a, b in zip(low.flat, high.flat, strict=True)]

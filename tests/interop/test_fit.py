@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torchrl.objectives
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal, OneHotCategorical
@@ -598,8 +599,11 @@ def test_an_entropy_that_the_choices_cannot_have_is_none_to_aim_at():
         LossAgent(actor, loss, spec=SPEC)
 
 
-def test_layers_of_unknown_size_are_made_in_the_first_call(seed):
+def test_layers_of_unknown_size_are_made_before_the_loss_is():
     actor = QValueActor(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 2)), in_keys=["observation"], spec=Categorical(2))
+    with pytest.raises(ValueError, match="the actor has layers of unknown size, such as LazyLinear; call it once"):
+        LossAgent(actor, DQNLoss(actor, action_space="categorical", delay_value=True), spec=SPEC)
+    actor(TensorDict({"observation": torch.zeros(1, 4)}, [1]))
     agent = LossAgent(actor, DQNLoss(actor, action_space="categorical", delay_value=True), spec=SPEC)
     params, _ = variables_of(agent)
     assert [list(x.shape) for x in params.values()] == [[8, 4], [8], [2, 8], [2]]

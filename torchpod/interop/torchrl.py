@@ -208,6 +208,11 @@ class LossAgent(Agent):
             if not isinstance(x, kind):
                 found = f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
                 raise ValueError(f"LossAgent takes {what} that is a {kind.__name__}, and got {found}; {repair}.")
+        if any(is_lazy(x) for x in actor.parameters()):  # targets that were made of it have no size either
+            raise ValueError(
+                "the actor has layers of unknown size, such as LazyLinear; call it once with a TensorDict like the "
+                "environment's before the loss is made of it, or give the sizes."
+            )
         for module in actor.modules():
             name = type(module).__name__
             if isinstance(module, LSTMModule | GRUModule):
@@ -289,9 +294,6 @@ class LossAgent(Agent):
         known = set(data.keys(True, True))
         keys = random.split(random.key(0), rows)
         exploring = set_exploration_type(ExplorationType.RANDOM)
-        if any(is_lazy(x) for x in actor.parameters()):  # its layers draw their parameters in the first call
-            with torch.no_grad(), TORCHRL:
-                self._fit.called("the actor", actor, data)
         with torch.no_grad(), TORCHRL, exploring, Keyed(keys), NothingElseDraws():
             out = self._fit.called("the actor", actor, data)
         self._action = getattr(loss.tensor_keys, "action", "action")

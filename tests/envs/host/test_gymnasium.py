@@ -261,6 +261,10 @@ class Long(Countdown):
     action_space = spaces.Box(-(2**63), 2**63 - 1, (1,), np.int64)
 
 
+class Nothing(Countdown):
+    action_space = spaces.Box(-1.0, 1.0, (0,), np.float32)
+
+
 class Two(Countdown):
     action_space = spaces.MultiBinary(2)
 
@@ -274,6 +278,7 @@ class Mixed(Countdown):
     [
         (Pair, "Pair: observation_space[1] is MultiDiscrete([2 3]); use Box, Discrete, MultiBinary, or Dict and Tuple"),
         (Long, "Long: action_space is Box(-9223372036854775808, 9223372036854775807, (1,), int64), an integer of more"),
+        (Nothing, "Nothing: action_space is Box([], [], (0,), float32), of no numbers; give it some."),
         (Two, "Two: action_space is MultiBinary(2); use Box, Discrete, MultiDiscrete, or a Tuple of Discrete."),
         (
             Mixed,
