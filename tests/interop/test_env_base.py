@@ -1,6 +1,7 @@
 """Tensor environments as TorchRL environments: TorchRL's own check, its collector, and torchpod's transitions."""
 
 import math
+import pickle
 import warnings
 
 import pytest
@@ -264,6 +265,16 @@ def test_seeds_repeat_and_transforms_and_compilation_change_nothing():
     assert actual["next", "step_count"].max() == 9
     plain.set_seed(7)
     assert not torch.equal(plain.rollout(20, policy, break_when_any_done=False)["observation"], expected["observation"])
+
+
+def test_one_that_goes_to_another_process_goes_on_there():
+    env = to_torchrl(CartPole(), num_envs=4, seed=3)
+    env.rollout(5, break_when_any_done=False)
+    there = pickle.loads(pickle.dumps(env))
+    torch.manual_seed(0)
+    expected = env.rollout(5, break_when_any_done=False)
+    torch.manual_seed(0)
+    assert (there.rollout(5, break_when_any_done=False) == expected).all()
 
 
 def test_what_was_returned_may_be_written_to():

@@ -1,5 +1,6 @@
 """Tensor environments behind Gymnasium's contract: their own steps, in NumPy."""
 
+import pickle
 import subprocess
 import sys
 
@@ -152,6 +153,15 @@ def test_episodes_are_what_gymnasiums_own_wrapper_counts():
         *_, infos = venv.step(np.ones(8, int))
     assert venv.episode_count == 8 * 4  # nine steps and a reset each
     assert set(venv.return_queue) == {-1.0, 1.0} and set(venv.length_queue) == {9}
+
+
+def test_one_that_goes_to_another_process_goes_on_there():
+    venv = VectorEnv(CartPole(), 4)
+    venv.reset(seed=3)
+    there = pickle.loads(pickle.dumps(venv))
+    actions = np.zeros(4, np.int64)
+    for _ in range(5):
+        np.testing.assert_equal(there.step(actions)[:4], venv.step(actions)[:4])
 
 
 def test_compiled_is_eager():

@@ -74,7 +74,7 @@ class TorchRLEnv(EnvBase):
     def __init__(self, env: TensorEnv, num_envs: int, seed: int, device: torch.device, compile: bool) -> None:
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
         self._env, self._groups = env, env.spec.groups
-        self._stepped = Compiler(compile)(lambda state, action, keys: contiguous(env.step(state, action, keys)))
+        self._stepped = Compiler(compile)(self._one_step)
         lead = self.batch_size
         if self._groups is None:
             seen = {"observation": torchrl_spec(env.spec.observation, lead, device)}
@@ -92,6 +92,9 @@ class TorchRLEnv(EnvBase):
         self._was_last = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._discount: Tree = None
         self._set_seed(seed)
+
+    def _one_step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        return contiguous(self._env.step(state, action, keys))
 
     def _make_specs_of_groups(self, groups: dict[str, int]) -> None:
         env, lead, device = self._env, self.batch_size, self.device

@@ -81,10 +81,13 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._env, self._seed, self._device = env, seed, torch.device(device)
-        self._step = Compiler(compile)(lambda state, action, keys: contiguous(env.step(state, action, keys)))
+        self._step = Compiler(compile)(self._stepped)
         self._keys: Tensor | None = None
         self._state: Tree = None
         self._count = 0
+
+    def _stepped(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
+        return contiguous(self._env.step(state, action, keys))
 
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
