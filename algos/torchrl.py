@@ -79,7 +79,7 @@ class _Builder:
     """
 
     def __init__(self, spec: EnvSpec, config: LossConfig) -> None:
-        if min(*config.hidden, 1, 1) < 1:
+        if min(config.hidden, default=1) < 1:
             raise ValueError(f"algo.agent.hidden={list(config.hidden)} must be at least 1 each.")
         observation = spec.observation
         leaves = (

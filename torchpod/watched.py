@@ -177,9 +177,7 @@ _WATCHDOG = _Watchdog()
 
 
 @contextlib.contextmanager
-def watching(
-    what: str, timeout_s: float, advice: str = "if it may take so long, raise loop.timeout_s={timeout_s:g}"
-) -> Iterator[None]:
+def watching(what: str, timeout_s: float, advice: str = "") -> Iterator[None]:
     """Raises a `HostError` in the main thread if the block takes too long; elsewhere nothing is watched.
 
     A block that does not hear of it, in C code or because it catches everything, ends the process after `GRACE_S`.
@@ -187,13 +185,14 @@ def watching(
     Args:
       what: has not happened, for the error.
       timeout_s: how long it may take.
-      advice: to whom it happens.
+      advice: to whom it happens; "" is to raise loop.timeout_s.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _WATCHDOG.start()
-    message = f"{what} for {timeout_s:g} s; {advice.format(timeout_s=timeout_s)}."
+    advice = advice or f"if it may take so long, raise loop.timeout_s={timeout_s:g}"
+    message = f"{what} for {timeout_s:g} s; {advice}."
     around, _WATCHDOG.now = _WATCHDOG.now, _Block(message, time.monotonic() + timeout_s)
     try:
         yield

@@ -289,6 +289,13 @@ def test_a_hundred_updates_compile_nothing_after_the_first(name, seed, monkeypat
     assert not compiler.fell_back
 
 
+def gradient_of(learner, state, batch):
+    """By parameter."""
+    given = state.params, state.buffers, state.targets, batch, random.key(0), torch.tensor(0), ()
+    flat, *_ = learner._gradient_one(*given)
+    return learner.groups.by_parameter({"loss": flat[: len(learner.groups.flat(state.params))]})
+
+
 def with_trunk(seed, separate):
     torch.manual_seed(seed)
     trunk = TensorDictModule(nn.Linear(4, 8), in_keys=["observation"], out_keys=["hidden"])
@@ -308,9 +315,7 @@ def test_a_shared_trunk_learns_from_both_losses(seed):
         batch = batch_of(agent, trajectory, seed)
         learner = Learner(agent, LearnerConfig(), num_iterations=1)
         state = learner.init(*variables_of(agent))
-        flat, _ = learner._gradient_one(state.params, state.buffers, {}, batch, random.key(0), torch.tensor(0), ())
-        size = len(learner.groups.flat(state.params))
-        ours = learner.groups.by_parameter({"loss": flat[:size]})
+        ours = gradient_of(learner, state, batch)
         out = own(in_torchrls_words(trajectory, batch))
         sum(x for key, x in out.items() if key.startswith("loss")).backward()
         theirs = {key.replace("_params.", "."): x.grad for key, x in own.named_parameters()}
@@ -343,9 +348,7 @@ def test_frozen_parameters_stay_and_the_others_learn_as_in_torchrl(name, seed):
     trained = {key.replace("_params.", "."): x for key, x in own.named_parameters() if x.requires_grad}
     kept = {key.replace("_params.", "."): x for key, x in own.named_parameters() if not x.requires_grad}
     assert params.keys() == trained.keys() and len(kept) == 2 and kept.keys() <= buffers.keys()
-    given = state.params, state.buffers, state.targets, batch, random.key(0), torch.tensor(0), ()
-    flat = learner._gradient_one(*given)[0]
-    ours = learner.groups.by_parameter({"loss": flat[: len(learner.groups.flat(state.params))]})
+    ours = gradient_of(learner, state, batch)
     out = own(in_torchrls_words(trajectory, batch))
     sum(x.mean() for key, x in out.items() if key.startswith("loss")).backward()
     for key, x in trained.items():
