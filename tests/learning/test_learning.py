@@ -317,3 +317,19 @@ def test_ddpg_swings_up_the_pendulum_with_every_seed():
 @pytest.mark.slow
 def test_td3_swings_up_the_pendulum_with_every_seed():
     assert (final_returns("experiment=td3_pendulum", "population=3") >= -200).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experiment", "task", "bound"),
+    [
+        ("dqn_cartpole", "CartPole-v1", 475),
+        ("sac_pendulum", "Pendulum-v1", -200),
+        ("td3_pendulum", "Pendulum-v1", -200),
+        ("ddpg_pendulum", "Pendulum-v1", -200),
+    ],
+)
+def test_agents_with_replay_learn_from_envpool_in_the_other_loop_too(experiment, task, bound, tmp_path):
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    settings = (f"experiment={experiment}", "env=envpool", f"env.task={task}")
+    assert sebulba_return(*settings, folder=tmp_path / "run") >= bound
