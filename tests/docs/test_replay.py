@@ -33,7 +33,7 @@ def test_the_commands_are_settings_that_exist(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_dqn.py").write_text(BLOCKS[0])
     commands = re.findall(r"^torchpod train (.*)$", TEXT, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         assert load(command.partition("  #")[0].split()).algo.replay is not None
 
