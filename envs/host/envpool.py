@@ -19,7 +19,8 @@ from torchpod import random
 from torchpod.actions import lead_of
 from torchpod.envs.arguments import at_least
 from torchpod.envs.host.batches import Batches, Stepped, handed_over
-from torchpod.envs.host.gymnasium import action_of, grouped_timestep, host_timestep, spec_of, to_tensors
+from torchpod.envs.host.spaces import action_of, spec_of, to_tensors
+from torchpod.envs.host.timesteps import grouped_timestep, host_timestep
 from torchpod.specs import HOST, Array, Box, EnvSpec, MultiDiscrete
 from torchpod.types import TimeStep, Tree
 

@@ -14,7 +14,8 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import turn_based_aec_to_parallel_wrapper
 
-from torchpod.envs.host.gymnasium import misfit, require_number
+from torchpod.envs.host.gymnasium import require_number
+from torchpod.envs.host.spaces import misfit
 
 Groups = dict[str, list[Any]]
 """The agents of each group, in the order of their rows."""

@@ -11,16 +11,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod.envs.host.gymnasium import (
-    MASK,
-    Gymnasium,
-    action_of,
-    grouped_timestep,
-    masked,
-    opened,
-    spec_of,
-    to_tensors,
-)
+from torchpod.envs.host.gymnasium import Gymnasium
+from torchpod.envs.host.spaces import MASK, action_of, masked, opened, spec_of, to_tensors
+from torchpod.envs.host.timesteps import grouped_timestep
 from torchpod.specs import EnvSpec
 from torchpod.types import TimeStep, Tree
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpod import random
-from torchpod.envs.host.gymnasium import host_timestep
+from torchpod.envs.host.timesteps import host_timestep
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
 from torchpod.types import TimeStep, Tree
 

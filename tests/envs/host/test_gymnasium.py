@@ -1,17 +1,8 @@
 """Gymnasium behind the contract: what it reports is what the loops learn from, episode ends above all."""
 
-import contextlib
 import copy
 import functools
-import multiprocessing
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -26,12 +17,11 @@ from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium
-from torchpod.envs.host.gymnasium import spec_of
+from torchpod.envs.host.spaces import spec_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID
-from torchpod.watched import close_all
 
 
 class Countdown(gymnasium.Env):
@@ -121,85 +111,6 @@ def test_an_environment_in_processes_is_the_same_and_its_mistakes_have_the_same_
 @pytest.mark.slow
 def test_environments_in_processes_keep_the_contract():
     check_env(Gymnasium(Bets, processes=True), num_envs=2, compile=False)
-
-
-RUN = """
-import ctypes, os, signal, sys
-from pathlib import Path
-
-import gymnasium
-import torch
-
-from torchpod.envs.host import Gymnasium
-
-
-class Hanging(gymnasium.Env):
-    observation_space, action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,)), gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return self.observation_space.low, {}
-
-    def step(self, action):
-        Path("worker").write_text(str(os.getpid()))
-        ctypes.PyDLL(None).sleep(300)  # with Python's lock
-
-
-env = Gymnasium(Hanging, processes=True)
-env.init(torch.zeros(1, 3, dtype=torch.int64))
-env.send(torch.zeros(1, dtype=torch.int64))
-while not Path("worker").is_file() or not Path("worker").read_text():
-    pass
-os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else os._exit(130)
-"""
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ends", ["killed", "exits"])
-def test_a_worker_process_that_hangs_in_c_code_ends_with_its_run(tmp_path, ends):
-    subprocess.run([sys.executable, "-c", RUN, ends], cwd=tmp_path, timeout=60)
-    worker, deadline = int((tmp_path / "worker").read_text()), time.monotonic() + 10
-    try:
-        while alive(worker) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not alive(worker)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-
-
-GROUPS = """
-import os, signal
-
-from torchpod.envs.host.gymnasium import kill_at_end_of
-
-for closed_before in (False, True):
-    end, other_end = os.pipe()
-    if (child := os.fork()) == 0:
-        os.setpgrp()
-        if closed_before:
-            os.close(other_end)
-            os.read(end, 1)  # until the parent has closed it, too
-        kill_at_end_of(end)
-        os.write(1, b"lives ")
-        signal.alarm(10)
-        os.close(other_end)
-        while True:
-            pass
-    os.close(other_end)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-def test_a_process_group_is_killed_when_nobody_holds_the_other_end_of_its_pipe():
-    result = subprocess.run([sys.executable, "-c", GROUPS], capture_output=True, text=True, timeout=60)
-    assert result.stdout == "lives -9\n-9\n", result.stderr
 
 
 def test_episodes_end_as_the_environment_says():
@@ -542,90 +453,6 @@ def test_a_connection_that_an_environment_lost_is_no_worker_process():
         env.step(None, torch.zeros(2, dtype=torch.int64), random.split(random.key(1), 2))
 
 
-class TwoNumbersError(Exception):
-    def __init__(self, a, b):
-        super().__init__(f"{a} and {b}")
-
-
-def with_a_lock():
-    error = ValueError("it was locked")
-    error.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
-    return error
-
-
-FAULTS = {
-    "two": (lambda: TwoNumbersError(1, 2), "TwoNumbersError: 1 and 2"),
-    "lock": (with_a_lock, "ValueError: it was locked"),
-    "unicode": (lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "no letter"), "UnicodeDecodeError: .*no letter"),
-}
-
-
-class Faulty(Countdown):
-    def __init__(self, what):
-        self.what = what
-
-    def step(self, action):
-        raise FAULTS[self.what][0]()
-
-
-@pytest.mark.filterwarnings("ignore:.*(Received the following error|Raising the last|Traceback)")  # Gymnasium's own
-@pytest.mark.parametrize("what", FAULTS)
-def test_errors_that_cannot_travel_come_from_their_process_as_what_they_say(what):
-    env = Gymnasium(functools.partial(Faulty, what), processes=True)
-    try:
-        env.init(keys(1))
-        with pytest.raises(RuntimeError, match=FAULTS[what][1]):
-            env.step(None, torch.zeros(1, dtype=torch.int64), keys(1, 1))
-    finally:
-        env.close()
-
-
-class Lost(Countdown):
-    def step(self, action):
-        raise KeyError("no way")
-
-
-@pytest.mark.filterwarnings("ignore:.*(Received the following error|Raising the last|Traceback)")  # Gymnasium's own
-def test_an_error_that_can_travel_is_itself():
-    env = Gymnasium(Lost, processes=True)
-    try:
-        env.init(keys(1))
-        with pytest.raises(KeyError, match="no way"):
-            env.step(None, torch.zeros(1, dtype=torch.int64), keys(1, 1))
-    finally:
-        env.close()
-
-
-class AtHome(Countdown):
-    """Can be made in one process alone."""
-
-    def __init__(self, process, error):
-        if os.getpid() != process:
-            raise error
-
-
-@pytest.mark.filterwarnings("ignore:.*(Received the following error|Raising the last|Traceback)")  # Gymnasium's own
-@pytest.mark.parametrize(
-    ("error", "kind", "told"),
-    [
-        (LookupError("no licence here"), LookupError, "no licence here"),
-        pytest.param(SystemExit(3), RuntimeError, "a worker process of AtHome is gone", marks=pytest.mark.slow),
-    ],
-)
-def test_one_that_cannot_be_made_in_a_worker_process_is_told_as_what_it_says(error, kind, told):
-    def make():
-        return AtHome(run, error)
-
-    run = os.getpid()
-    make.__name__ = "AtHome"
-    env = Gymnasium(make, processes=True)
-    try:
-        with pytest.raises(kind, match=told):
-            env.init(keys(1))
-    finally:
-        env.close()
-
-
 def test_one_environment_is_none_to_make_many_of():
     with pytest.raises(ValueError, match="Gymnasium makes many of what it steps, and got one Countdown; hand over its"):
         Gymnasium(Countdown())  # pyright: ignore[reportArgumentType]
@@ -646,23 +473,3 @@ def test_one_and_the_same_environment_is_stepped_once():
     one.close()
     other.init(keys(1))
     other.close()
-
-
-class StaysOpen(Countdown):
-    """In other processes than one."""
-
-    def __init__(self, process):
-        self.process = process
-
-    def close(self):
-        if os.getpid() != self.process:
-            time.sleep(1e6)
-
-
-def test_worker_processes_that_do_not_close_are_ended(monkeypatch):
-    monkeypatch.setattr("torchpod.watched.CLOSE_S", 0.5)
-    env = Gymnasium(functools.partial(StaysOpen, os.getpid()), processes=True)
-    env.init(keys(1))
-    began = time.monotonic()
-    close_all([env])
-    assert time.monotonic() - began < 10 and multiprocessing.active_children() == []

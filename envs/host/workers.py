@@ -1,0 +1,92 @@
+"""Gymnasium environments in processes of their own: what ends with a run, and tells what went wrong."""
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+
+def in_worker(make: Callable[[], Any], run: int, spaces: tuple[Any, Any]) -> Any:
+    """Makes an environment in a process group of its own: a Ctrl-C is for the run, which ends its workers itself.
+
+    Args:
+      make: makes it.
+      run: the process of the run. If that ends without a word, the group is killed.
+      spaces: of its observations and actions.
+    """
+    parent = multiprocessing.parent_process()
+    if os.getpid() != run and parent is not None:  # Gymnasium makes one in the run's own process too, to look at
+        os.setpgrp()
+        kill_at_end_of(parent.sentinel)
+    try:
+        return _portable(make())
+    except Exception as error:
+        if os.getpid() == run:
+            raise
+        return _portable(_unmade(error, *spaces))
+
+
+def _unmade(error: Exception, observation_space: Any, action_space: Any) -> Any:
+    """Raises at its reset what was raised as it was made: before that, a worker cannot tell what it was."""
+    import gymnasium
+
+    class Unmade(gymnasium.Env):
+        def reset(self, **arguments: Any) -> Any:
+            raise error
+
+    env = Unmade()
+    env.observation_space, env.action_space = observation_space, action_space
+    return env
+
+
+def _portable(env: Any) -> Any:
+    """Raises what can be raised in another process, where Gymnasium makes it anew: `type(error)(error)`."""
+    import gymnasium
+
+    class Portable(gymnasium.Wrapper):
+        def reset(self, **arguments: Any) -> Any:
+            try:
+                return self.env.reset(**arguments)
+            except Exception as error:
+                _require_portable(error)
+                raise
+
+        def step(self, action: Any) -> Any:
+            try:
+                return self.env.step(action)
+            except Exception as error:
+                _require_portable(error)
+                raise
+
+    return Portable(env)
+
+
+def _require_portable(error: Exception) -> None:
+    """Raises a RuntimeError that says the same, if it cannot be pickled or takes other than one argument."""
+    kind = type(error)
+    try:
+        kind(pickle.loads(pickle.dumps(error)))
+    except Exception:  # whatever a class of somebody else's does when it is made anew
+        told = f"{kind.__module__}.{kind.__qualname__}: {error}".removeprefix("builtins.")
+        raise RuntimeError(told) from error
+
+
+def kill_at_end_of(pipe: int) -> None:
+    """The kernel kills this process group when nobody holds the other end of a pipe any more; on Linux alone.
+
+    It needs no thread, which would wait for Python's lock where C code hangs with it. A signal at the death of the
+    parent (prctl) would be at that of the fork server, which lives as long as its children.
+    """
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    with contextlib.suppress(OSError):  # a kernel that does not
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if connection.wait([pipe], 0):  # before the kernel was told
+        os.killpg(0, signal.SIGKILL)
