@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
-from torchpod.algos.unfit import instead
+from torchpod.algos.unfit import unfit
 from torchpod.nets import Encoder, orthogonal
 from torchpod.ops.returns import discounted_sum
 from torchpod.specs import Box, EnvSpec
@@ -40,10 +40,7 @@ class APG(Agent):
     def __init__(self, spec: EnvSpec, config: APGConfig = APGConfig()) -> None:
         super().__init__()
         if not isinstance(spec.action, Box):
-            raise ValueError(
-                f"{type(self).__name__} needs one Box action, which has gradients, and {spec.name} has {spec.action}; "
-                f"{instead(spec)}."
-            )
+            raise ValueError(unfit(type(self).__name__, "one Box action, which has gradients", spec))
         self.action_spec = spec.action
         self.hyperparameter("discount", config.discount)
         self.encoder = Encoder(spec.observation, config.hidden, config.activation)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchpod import random
 from torchpod.agent import Agent, Bound
-from torchpod.algos.unfit import has_bounds, instead
+from torchpod.algos.unfit import has_bounds, unfit
 from torchpod.nets import Encoder, orthogonal
 from torchpod.replay import transitions
 from torchpod.specs import Box, EnvSpec
@@ -152,5 +152,5 @@ def box_range(agent: str, spec: EnvSpec) -> tuple[float, float]:
     """
     box = spec.action
     if not has_bounds(box):
-        raise ValueError(f"{agent} needs a Box action with bounds, and {spec.name} has {box}; {instead(spec)}.")
+        raise ValueError(unfit(agent, "a Box action with bounds", spec))
     return (box.high + box.low) / 2, (box.high - box.low) / 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchpod import random
 from torchpod.actions import any_allowed, mask_of
 from torchpod.agent import Agent, Bound
-from torchpod.algos.unfit import instead
+from torchpod.algos.unfit import unfit
 from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.exploration import falling
 from torchpod.replay import transitions
@@ -71,9 +71,7 @@ class DQN(Agent):
     ) -> None:
         super().__init__()
         if not isinstance(spec.action, Discrete):
-            raise ValueError(
-                f"{type(self).__name__} needs a Discrete action, and {spec.name} has {spec.action}; {instead(spec)}."
-            )
+            raise ValueError(unfit(type(self).__name__, "a Discrete action", spec))
         if config.n_step < 1 or not config.hidden:
             raise ValueError(f"n_step={config.n_step} and the number of layers in hidden must be at least 1.")
         if config.huber_delta != math.inf and not self.bounds_errors:

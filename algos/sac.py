@@ -18,7 +18,7 @@ from torchpod import random
 from torchpod.actions import mask_of
 from torchpod.agent import Agent, Bound
 from torchpod.algos.ddpg import Critic, box_range
-from torchpod.algos.unfit import instead
+from torchpod.algos.unfit import unfit
 from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.distributions import categorical_entropy
 from torchpod.replay import transitions
@@ -178,9 +178,7 @@ class DiscreteSAC(SAC):
 
     def _take(self, spec: EnvSpec) -> tuple[int, float]:
         if not isinstance(spec.action, Discrete):
-            raise ValueError(
-                f"{type(self).__name__} needs a Discrete action, and {spec.name} has {spec.action}; {instead(spec)}."
-            )
+            raise ValueError(unfit(type(self).__name__, "a Discrete action", spec))
         self.num_actions = spec.action.num_values
         return self.num_actions, 0.98 * math.log(self.num_actions)
 

@@ -404,18 +404,21 @@ _READERS: dict[str, Sequence[str]] = {
 """The losses that read a setting, for settings that not all of them do."""
 
 
-def without_effect(settings: Mapping[str, Any]) -> str | None:
-    """A sentence about the first setting of `algo.agent` that its loss, or that of a policy, does not read."""
+def without_effect(settings: Mapping[str, Any], given: Sequence[str] = ()) -> str | None:
+    """A sentence about the first setting of `algo.agent` that its loss, or that of a policy, does not read.
+
+    Args:
+      settings: of `algo.agent`; those that are not the default count.
+      given: settings that count in any case, such as "algo.agent.noise".
+    """
     own = {name: x for name, x in (settings.get("policies") or {}).items() if isinstance(x, Mapping)}
-    for prefix, given in (("", settings), *((f"policies.{name}.", x) for name, x in own.items())):
-        loss = given.get("loss", settings.get("loss", LossConfig.loss))
+    for prefix, own_settings in (("", settings), *((f"policies.{name}.", x) for name, x in own.items())):
+        loss = own_settings.get("loss", settings.get("loss", LossConfig.loss))
         for name, readers in _READERS.items():
-            default = getattr(LossConfig, name)
-            if loss in LOSSES and loss not in readers and given.get(name, default) != default:
-                return (
-                    f"algo.agent.{prefix}{name}={given[name]} has no effect on {loss}; leave it out. "
-                    f"It is of {', '.join(readers)}."
-                )
+            key, default = f"algo.agent.{prefix}{name}", getattr(LossConfig, name)
+            value = own_settings.get(name, default)
+            if loss in LOSSES and loss not in readers and (value != default or key in given):
+                return f"{key}={value} has no effect on {loss}; leave it out. It is of {', '.join(readers)}."
     return None
 
 
@@ -436,9 +439,11 @@ def parts(spec: EnvSpec, config: LossConfig) -> Parts:
     cls = getattr(torchrl.objectives, config.loss)
 
     known = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
+    given = {name for name in known if name.endswith("network")} | {"actor", "critic"}
+    known -= given | {"self", "args", "kwargs", "device", "functional", "reduction"}
     for name in config.arguments:
         if name not in known:
-            raise ValueError(f"{config.loss} has no argument {name}; it has {', '.join(sorted(known - {'self'}))}.")
+            raise ValueError(f"{config.loss} has no argument {name} to set; it has {', '.join(sorted(known))}.")
         if setting := {"gamma": "discount", "lmbda": "gae_lambda"}.get(name):
             raise ValueError(f"algo.agent.arguments.{name} is a setting here; use algo.agent.{setting}.")
 
@@ -489,17 +494,23 @@ def _agent(spec: EnvSpec, config: LossConfig) -> Agent:
     from torchpod.interop.torchrl import LossAgent
 
     actor, loss = parts(spec, config)
-    if config.loss in ON_POLICY and "normalize_advantage" not in config.arguments:
+    on_policy = config.loss in ON_POLICY
+    if on_policy and "normalize_advantage" not in config.arguments:
         cast(Any, loss).normalize_advantage = config.normalize_advantage
-    return LossAgent(
-        actor,
-        loss,
-        spec=spec,
-        discount=config.discount,
-        gae_lambda=config.gae_lambda,
-        target_rate=config.target_rate,
-        target_interval=config.target_interval,
-        epsilon=config.epsilon if config.loss in EPSILON_GREEDY else 0.0,
-        noise=config.noise if config.loss in NOISY else 0.0,
-        exploration_fraction=config.exploration_fraction,
-    )
+    try:
+        return LossAgent(
+            actor,
+            loss,
+            spec=spec,
+            discount=config.discount,
+            gae_lambda=config.gae_lambda if on_policy else None,
+            target_rate=config.target_rate,
+            target_interval=config.target_interval,
+            epsilon=config.epsilon if config.loss in EPSILON_GREEDY else 0.0,
+            noise=config.noise if config.loss in NOISY else 0.0,
+            exploration_fraction=config.exploration_fraction,
+        )
+    except (ValueError, NotImplementedError) as error:
+        if not config.arguments:
+            raise
+        raise ValueError(f"{error} It was made with algo.agent.arguments={config.arguments}.") from error

@@ -1,4 +1,4 @@
-"""What to use where the actions of an environment do not fit an algorithm: the end of an error."""
+"""What to use where the actions of an environment do not fit an algorithm."""
 
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
 
@@ -8,10 +8,16 @@ def has_bounds(action: object) -> bool:
     return isinstance(action, Box) and action.bounded and action.low < action.high
 
 
-def instead(spec: EnvSpec) -> str:
-    """The algorithms that take the actions of an environment, e.g. "use algo=dqn, ppo or sac"."""
+def unfit(algorithm: str, wants: str, spec: EnvSpec) -> str:
+    """The sentence of an algorithm that `wants` other actions than an environment has."""
     if spec.groups is not None:
-        return "use algo=ippo, mappo or ia2c"
+        groups = sorted(spec.groups)
+        return f"{algorithm} is for one agent, and {spec.name} has groups {groups}; use algo=ippo, mappo or ia2c."
+    return f"{algorithm} needs {wants}, and {spec.name} has {spec.action}; {_instead(spec)}."
+
+
+def _instead(spec: EnvSpec) -> str:
+    """The algorithms that take the actions of an environment, e.g. "use algo=dqn, ppo or sac"."""
     if isinstance(spec.action, Discrete):
         return "use algo=dqn, ppo or sac"
     if has_bounds(spec.action):

@@ -77,6 +77,14 @@ def test_a_population_shows_mean_and_best_of_those_that_have_one():
     assert "return 15 (best 20)  loss 2  " in out.getvalue()
 
 
+def test_the_return_is_that_of_the_newest_episodes():
+    sink, out, clock = console(1000)
+    for i, value in ((1, 7.5), (2, NAN)):
+        sink.write(row(i, episode_return=value))
+        clock.now += 10
+    assert [x.count("return 7.5") for x in out.getvalue().splitlines()] == [1, 1]
+
+
 def test_a_population_without_a_return_shows_a_dash():
     sink, out, _ = console(1000)
     sink.write(row(1, episode_return=[NAN, NAN]))

@@ -250,7 +250,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         is_other = name in given and getattr(replay, field) != getattr(ReplayConfig(), field)
         if replay is not None and not replay.prioritised and is_other and config.resume is None:
             raise ConfigError(f"{name} is of prioritised replay; add algo.replay.prioritised=true, or leave it out.")
-    if config.algo.name == "torchrl" and (told := without_effect(config.algo.agent)):
+    if config.algo.name == "torchrl" and (told := without_effect(config.algo.agent, given)):
         raise ConfigError(told)
     return config
 
@@ -311,7 +311,9 @@ def _paced(config: TrainConfig) -> TrainConfig:
             f"algo.env_steps_per_update={wanted:g} is for agents with replay, and {config.algo.name} learns from each "
             "unroll once; leave it out."
         )
-    updates = max(1, round(steps / wanted)) if wanted > 0 else steps
+    if not wanted > 0:
+        raise ConfigError(f"algo.env_steps_per_update={wanted:g} must be above 0.")
+    updates = max(1, round(steps / wanted))
     if not math.isclose(wanted * updates, steps, rel_tol=1e-5):
         example = f"algo.env_steps_per_update={steps / updates:g}"
         raise ConfigError(

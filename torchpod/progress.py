@@ -86,8 +86,9 @@ class _Console(Console):
 class ConsoleSink:
     """A progress bar on a terminal, else a plain line every few seconds.
 
-    It shows environment steps, their rate (`env_steps_per_s` of the row, or else measured here), the return (in a
-    population the mean over members and the best one), the losses and the time left.
+    It shows environment steps, their rate (`env_steps_per_s` of the row, or else measured here), the return of the
+    newest iteration in which an episode ended (in a population the mean over members and the best one), the losses and
+    the time left.
 
     Args:
       total_env_steps: of the whole run, as planned; resets take a part of them.
@@ -113,6 +114,7 @@ class ConsoleSink:
         self._console = console or _Console(file=sys.stdout)
         self._history: collections.deque[tuple[float, int, int]] = collections.deque()
         self._shown_at, self._unshown = -math.inf, None
+        self._return = "-"
         self._progress: Progress | None = None
         if self._console.is_terminal:
             # Redrawn by `write`: a thread of its own would compete with training for the cores.
@@ -131,6 +133,8 @@ class ConsoleSink:
         while len(self._history) > 2 and now - self._history[1][0] >= _RATE_WINDOW_S:
             self._history.popleft()
         self._unshown = row
+        if (newest := _show_return(row.get("episode_return", math.nan))) != "-":
+            self._return = newest
         if now - self._shown_at >= (0.1 if self._progress else self._every_s):
             self._show(row, now)
 
@@ -161,7 +165,7 @@ class ConsoleSink:
         head = [
             f"{_compact(env_steps)}/{_compact(self._total)} env steps",
             f"{_compact(shown_rate)}/s",
-            f"return {_show_return(row.get('episode_return', math.nan))}",
+            f"return {self._return}",
         ]
         losses = [f"{key.replace('_', ' ')} {_shownumber(number(row[key]))}" for key in row if _is_loss(key)]
         losses.sort(key=lambda text: not text.startswith("loss "))

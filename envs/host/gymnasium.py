@@ -94,27 +94,34 @@ class Gymnasium:
         probe.close()
 
     def init(self, keys: Tensor) -> tuple[None, TimeStep]:
-        """See `Env.init`; a second call begins again, with new environments."""
-        from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+        """See `Env.init`; a second call begins again, with new environments, or in worker processes with the old ones.
 
-        self.close()
-        mode, size = AutoresetMode.NEXT_STEP, keys.shape[0]
+        Processes take seconds to start; they stay where there are to be as many environments as before.
+        """
         seeds = random.bits(keys, 1)[:, 0].tolist()
+        envs = self._envs if self._processes and not self._pending else None
+        stay = envs is not None and envs.num_envs == len(seeds)
         with self._naming_what_went_wrong():
-            if self._processes:
-                # The memory that processes share keeps sizes alone, and repeats a number.
-                make = functools.partial(_checked, self._make, self.spec.name, observations=True)
-                make = functools.partial(in_worker, make, os.getpid(), self._spaces)
-                self._envs = AsyncVectorEnv([make] * size, autoreset_mode=mode, context="forkserver")
-            else:
-                make = functools.partial(_checked, self._make, self.spec.name)
-                self._envs = SyncVectorEnv([make] * size, autoreset_mode=mode)
-                self._claim(self._envs.envs)
+            if not stay:
+                self.close()
+                self._begin(len(seeds))
             self._pending = "reset"
             observation, _ = self._envs.reset(seed=seeds)
         self._pending = ""
         self._was_last = np.ones(len(seeds), bool)
         return None, self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
+
+    def _begin(self, size: int) -> None:
+        from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+        # The memory that processes share keeps sizes alone, and repeats a number.
+        make = functools.partial(_checked, self._make, self.spec.name, observations=self._processes)
+        if self._processes:
+            make = functools.partial(in_worker, make, os.getpid(), self._spaces)
+            self._envs = AsyncVectorEnv([make] * size, autoreset_mode=AutoresetMode.NEXT_STEP, context="forkserver")
+        else:
+            self._envs = SyncVectorEnv([make] * size, autoreset_mode=AutoresetMode.NEXT_STEP)
+            self._claim(self._envs.envs)
 
     def step(self, state: None, action: Tree, keys: Tensor) -> tuple[None, TimeStep]:
         """See `Env.step`."""

@@ -240,5 +240,7 @@ def _action_of(env: Any, name: str) -> tuple[Box | Discrete, Callable[[Tensor], 
     if (low == low.flatten()[0]).all() and (high == high.flatten()[0]).all():
         box = Box(shape, float(low.flatten()[0]), float(high.flatten()[0]))
         return box, lambda action: action.clamp(low, high).to(spec.dtype)
+    if not (low.isfinite() & high.isfinite()).all():
+        return Box(shape), lambda action: action.clamp(low, high).to(spec.dtype)
     center, half = (high + low) / 2, (high - low) / 2
     return Box(shape, -1.0, 1.0), lambda action: (center + half * action).clamp(low, high).to(spec.dtype)

@@ -370,7 +370,7 @@ def test_agents_that_cannot_be_are_refused():
     for agent, config in ((C51, C51Config), (QRDQN, QRDQNConfig), (R2D2, R2D2Config)):
         with pytest.raises(ValueError, match=f"huber_delta=1 is of DQN, and {agent.__name__} has a loss of its own"):
             agent(CartPole().spec, config(huber_delta=1.0))
-    with pytest.raises(ValueError, match="QRDQN needs a Discrete action, .*; use algo=ippo, mappo or ia2c."):
+    with pytest.raises(ValueError, match="QRDQN is for one agent, and .* has groups .*; use algo=ippo, mappo or ia2c."):
         QRDQN(EnvSpec("pair", Array((1,)), {"a": Discrete(2)}, groups={"a": 1}))
     with pytest.raises(ValueError, match="n_step=0"):
         DQN(SPEC, DQNConfig(n_step=0))

@@ -47,6 +47,7 @@ def test_rejax_trains_networks_of_the_same_size_on_cartpole(seed):
     assert found["episodes"] > 0 and found["episode_return"] > 50  # by chance 22
 
 
+@pytest.mark.slow
 @has_brax
 def test_brax_counts_the_steps_and_rewards_of_its_own_loop():
     options = ("--mode", "env_only", "--num-envs", 16, "--iterations", 20, "--repeats", 2)

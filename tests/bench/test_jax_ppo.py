@@ -224,7 +224,7 @@ def test_minibatches_have_every_row_once_in_an_order_of_the_key():
         pytest.param("cartpole", 4, 64, marks=pytest.mark.slow),
         ("cartpole", 4, 6144),  # in three chunks
         pytest.param("pendulum", 3, 64, marks=pytest.mark.slow),
-        pytest.param("minatar_breakout", 400, 64, marks=has_gymnax),
+        pytest.param("minatar_breakout", 400, 64, marks=[has_gymnax, pytest.mark.slow]),
     ],
 )
 def test_both_sides_have_the_same_parameters_and_take_the_same_gradient(env, size, rows, tmp_path):

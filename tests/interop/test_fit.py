@@ -11,7 +11,15 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal, OneHotCategorical
 from torchrl.data import Bounded, Categorical
-from torchrl.modules import EGreedyModule, GRUModule, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
+from torchrl.modules import (
+    EGreedyModule,
+    GRUModule,
+    NoisyLinear,
+    ProbabilisticActor,
+    QValueActor,
+    TanhNormal,
+    ValueOperator,
+)
 from torchrl.objectives import (
     A2CLoss,
     ClipPPOLoss,
@@ -25,6 +33,7 @@ from torchrl.objectives import (
     IQLLoss,
     KLPENPPOLoss,
     REDQLoss,
+    ReinforceLoss,
     SACLoss,
     TD3Loss,
     ValueEstimators,
@@ -84,6 +93,68 @@ UNFIT = {
         TensorDictSequential(q_actor(), EGreedyModule(spec=Categorical(2))),
         lambda actor: DQNLoss(actor[0], action_space="categorical", delay_value=True),
         "the actor has a EGreedyModule, whose exploration nothing here anneals; leave it out, and give LossAgent eps",
+    ),
+    "noise that nobody draws": lambda: (
+        QValueActor(NoisyLinear(4, 2), in_keys=["observation"], spec=Categorical(2)),
+        lambda actor: DQNLoss(actor, action_space="categorical", delay_value=True),
+        "a network has a NoisyLinear, whose noise is drawn by calls of reset_noise() that no loop here makes; use",
+    ),
+    "random actions of another policy": lambda: (
+        categorical(),
+        lambda actor: ClipPPOLoss(actor, critic()),
+        "epsilon=0.1 would take other actions than those whose log-probability ClipPPOLoss learns from; leave it out",
+        {"epsilon": 0.1},
+    ),
+    "noise around another policy": lambda: (
+        gaussian(1),
+        lambda actor: ClipPPOLoss(actor, critic()),
+        "noise=0.3 would take other actions than those whose log-probability ClipPPOLoss learns from; leave it out",
+        {"noise": 0.3, "spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
+    ),
+    "a reduction": lambda: (
+        categorical(),
+        lambda actor: A2CLoss(actor, critic(), reduction="sum"),
+        "A2CLoss has reduction='sum', and LossAgent takes the mean over rows that are no resets; leave it out.",
+    ),
+    "standardised rewards": lambda: (
+        categorical(),
+        lambda actor: with_estimator(A2CLoss(actor, critic()), ValueEstimators.TD0, average_rewards=True),
+        "A2CLoss with average_rewards is not supported, for a batch is cut into chunks; scale rewards in the env",
+    ),
+    "standardised rewards of replay": lambda: (
+        q_actor(),
+        lambda actor: with_estimator(
+            DQNLoss(actor, action_space="categorical", delay_value=True), ValueEstimators.TD0, average_rewards=True
+        ),
+        "DQNLoss with average_rewards is not supported, for a batch is cut into chunks; scale rewards in the env",
+    ),
+    "a critic that lags": lambda: (
+        categorical(),
+        lambda actor: ReinforceLoss(actor, critic(), delay_value=True),
+        "ReinforceLoss looks ahead with a target of critic_network, and advantages here are of the critic itself; make "
+        "it without delay_value.",
+    ),
+    "advantages without a critic": lambda: (
+        q_actor(),
+        lambda actor: DQNLoss(actor, action_space="categorical", delay_value=True),
+        "gae_lambda=0.9 is of losses with a critic, which DQNLoss has not.",
+        {"gae_lambda": 0.9},
+    ),
+    "a multiplier": lambda: (
+        gaussian(1, 4),
+        lambda actor: CQLLoss(actor, q_critic(5), action_spec=ONE, with_lagrange=True),
+        "CQLLoss with with_lagrange=True says nothing of single rows; leave it out.",
+        {"spec": replace(SPEC, action=Box((1,), -1.0, 1.0))},
+    ),
+    "another weight": lambda: (
+        TensorDictSequential(TensorDictModule(Sums(1), ["observation"], ["weight"]), categorical()),
+        lambda actor: Weighing(actor[1], critic()),
+        "the actor writes 'weight' for Weighing, and rows have something else of that name; give it another.",
+    ),
+    "a dict": lambda: (
+        categorical(),
+        lambda actor: InADict(actor, critic()),
+        "forward() of InADict returns a dict; return a TensorDict.",
     ),
     "a distribution of other parameters": lambda: (
         ProbabilisticActor(
@@ -373,6 +444,21 @@ class Casting(Joined):
         return TensorDictModule(cls(5, outputs), in_keys=["observation", "action"], out_keys=["state_action_value"])
 
 
+class Weighing(A2CLoss):
+    @property
+    def in_keys(self):
+        return [*super().in_keys, "weight"]
+
+    @in_keys.setter
+    def in_keys(self, values):
+        self._set_in_keys()
+
+
+class InADict(A2CLoss):
+    def forward(self, data):
+        return dict(super().forward(data).items())
+
+
 class Summed(A2CLoss):
     def forward(self, data):
         return super().forward(data).apply(lambda x: x.sum())
@@ -479,6 +565,21 @@ def test_a_target_of_the_actor_alone_is_none_of_values(name, delay):
         torchrl_agent(Pendulum().spec, config)
 
 
+@pytest.mark.parametrize(
+    ("loss", "arguments", "told"),
+    [
+        ("ClipPPOLoss", {"reduction": "mean"}, "ClipPPOLoss has no argument reduction to set; it has "),
+        ("ClipPPOLoss", {"actor": 1}, "ClipPPOLoss has no argument actor to set; it has "),
+        ("SACLoss", {"target_entropy": "foo"}, " It was made with algo.agent.arguments={'target_entropy': 'foo'}."),
+        ("TD3Loss", {"loss_function": "foo"}, " It was made with algo.agent.arguments={'loss_function': 'foo'}."),
+    ],
+)
+def test_arguments_that_do_not_fit_are_in_the_sentence(loss, arguments, told):
+    spec = SPEC if loss == "ClipPPOLoss" else Pendulum().spec
+    with pytest.raises(ValueError, match=re.escape(told)):
+        torchrl_agent(spec, TorchRLConfig(loss, hidden=(8,), arguments=arguments))
+
+
 def test_an_argument_that_the_loss_cannot_use_is_refused():
     told = "ClipPPOLoss cannot be made with arguments={'clip_epsilon': 'abc'}: "
     with pytest.raises(ValueError, match=re.escape(told)):
@@ -486,7 +587,7 @@ def test_an_argument_that_the_loss_cannot_use_is_refused():
 
 
 def test_an_unknown_argument_of_the_loss_is_refused():
-    with pytest.raises(ValueError, match="ClipPPOLoss has no argument epsilon; it has actor"):
+    with pytest.raises(ValueError, match="ClipPPOLoss has no argument epsilon to set; it has adv"):
         torchrl_agent(SPEC, TorchRLConfig("ClipPPOLoss", hidden=(8,), arguments={"epsilon": 0.1}))
 
 

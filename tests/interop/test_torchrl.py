@@ -12,7 +12,7 @@ from torchrl.data import Bounded
 from torchrl.modules import OneHotCategorical, ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, SoftUpdate, TD3BCLoss, ValueEstimators
 
-from tests.interop.actors import OBSERVATION_LOGITS, SPEC, Sums, categorical, critic, gaussian, q_critic
+from tests.interop.actors import OBSERVATION_LOGITS, SPEC, Sums, categorical, critic, gaussian, q_actor, q_critic
 from tests.interop.rows import (
     THERE,
     B,
@@ -117,6 +117,41 @@ def test_an_adaptive_coefficient_is_that_of_the_step_before_in_every_epoch(seed)
     assert len(used) == 6 and used[:2] == [1.0, 0.5]
     for before, after in zip(used, [*used[1:], float(state.learner.buffers["beta"])], strict=True):
         assert after / before == pytest.approx(1, rel=1e-5) or after / before in (0.5, 2.0)
+
+
+class Scaled(DQNLoss):
+    """Follows its error by a number, which it writes where TorchRL's losses write theirs."""
+
+    def __init__(self, *nets, **own):
+        super().__init__(*nets, **own)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, data):
+        out = super().forward(data)
+        self.scale.data.copy_(0.5 * self.scale + 0.5 * data["td_error"].mean().detach())
+        return out.set("loss", out["loss"] * self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:No target network updater")
+def test_a_coefficient_that_is_written_in_place_is_followed_if_it_is_named(seed):
+    actor = q_actor()
+    loss, other = (Scaled(x, action_space="categorical", delay_value=True) for x in (actor, q_actor()))
+    with pytest.raises(ValueError, match=r"Scaled changes \{'scale'\} while it runs; name them in adaptive=..."):
+        LossAgent(actor, loss, spec=CartPole().spec)
+    agent = LossAgent(actor, loss, spec=CartPole().spec, adaptive=("scale",))
+    trajectory = collect(agent, CartPole(), seed)
+    batch = batch_of(agent, trajectory, seed)
+    assert (batch.steps["weight"] > 0).all()  # no resets, which TorchRL would count
+    params, buffers = variables_of(agent)
+    for given in (buffers, buffers | {"scale": torch.tensor(0.3)}):
+        other.load_state_dict({k: x for k, x in loss.state_dict().items() if k in other.state_dict()})
+        other.scale.fill_(given["scale"])
+        bound = bind(agent, params | given)
+        out = bound.loss(batch, random.key(seed), bound)
+        expected = other(in_torchrls_words(trajectory, batch))
+        torch.testing.assert_close(out.loss, expected["loss"].mean())
+        torch.testing.assert_close(out.buffers["scale"], other.scale)
 
 
 def test_a_critic_of_images_sees_one_axis_of_rows(seed):

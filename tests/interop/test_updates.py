@@ -52,6 +52,11 @@ CASES = [
     ("A2CLoss", CartPole, {"clip_value": 1e-3}),
     ("ClipPPOLoss", CartPole, {"normalize_advantage": True}),
 ]
+BOUNDED = [
+    (name, env, {"min_alpha": 0.995, "max_alpha": 1.005})
+    for name, env in (("DiscreteSACLoss", CartPole), ("SACLoss", Pendulum))
+]
+"""They write to a parameter, which runs uncompiled."""
 NOISY = ("CQLLoss", "CrossQLoss", "REDQLoss", "SACLoss", "TQCLoss", SAC_V1)
 """Whose actions are drawn from normal numbers in float32: logarithms and cosines, which compilers round otherwise."""
 QUICK = [("A2CLoss", CartPole, {})]
@@ -78,7 +83,7 @@ def double(name, *modules):
 @pytest.mark.parametrize(
     ("compiled", "name", "make_env", "arguments"),
     [
-        *((False, *case) for case in CASES),
+        *((False, *case) for case in (*CASES, *BOUNDED)),
         *(pytest.param(True, *x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES),
     ],
 )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.marks import with_slow
 from torchpod import random
 from torchpod.agent import Agent, bind
 from torchpod.algos.ddpg import DDPG, DDPGConfig
@@ -104,7 +105,10 @@ def test_ppo_climbs_the_ladder(probe):
 
 @pytest.mark.parametrize(
     ("name", "probe"),
-    [*(("dqn", probe) for probe in LADDER), *((x, "observation_action_reward") for x in DISCRETE if x != "dqn")],
+    with_slow(
+        [*(("dqn", probe) for probe in LADDER), *((x, "observation_action_reward") for x in DISCRETE if x != "dqn")],
+        [("discrete_sac_loss", "observation_action_reward")],
+    ),
 )
 def test_agents_of_discrete_actions_climb_it_from_replay(name, probe):
     env = LADDER[probe]()
@@ -118,7 +122,7 @@ def test_agents_of_discrete_actions_climb_it_from_replay(name, probe):
         assert decided(env, agent, variables, observations).action.tolist() == list(env.best_actions)
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", with_slow(CONTINUOUS, ["sac_loss"]))
 def test_agents_of_continuous_actions_do_what_they_observe(name):
     env = Mirror()
     agent, variables = trained_from_replay(CONTINUOUS[name], env)

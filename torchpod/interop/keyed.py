@@ -83,7 +83,7 @@ class NothingElseDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotImplementedError(
                 f"{func} draws from torch's generator where it cannot be keyed (dropout, gumbel_softmax, ...); leave "
-                f"it out, or draw with one of {', '.join(sorted(f.__name__ for f in _DRAWS))}."
+                f"it out, or draw with one of {', '.join(sorted({f.__name__ for f in _DRAWS}))}."
             )
         return func(*args, **(kwargs or {}))
 

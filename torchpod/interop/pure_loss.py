@@ -156,9 +156,10 @@ class PureLoss:
             for name, (norm, k, shape) in self._running.items():
                 norm[k] = buffers[name].reshape(shape).clone()  # it writes to it
             rows = data.copy()
-            with self._taking_back(), Keyed(keys), _Calls(cast(Any, own), self._truths):
+            calls = _Calls(cast(Any, own), self._truths)
+            with self._taking_back(), Keyed(keys), calls:
                 out = loss(rows)
-            changed = {name for name in self._coefficients if own[name] is not buffers[name]}
+            changed = {name for name in self._coefficients if own[name] is not buffers[name]} - calls.only_read()
             if not changed <= set(self._adaptive):
                 raise ValueError(f"{type(loss).__name__} changes {changed} while it runs; name them in adaptive=...")
             adapted = {name: cast(Tensor, own[name]) for name in self._adaptive}
@@ -238,8 +239,9 @@ def _joined(key: NestedKey) -> str:
 class _Calls(TorchFunctionMode):
     """Calls that tracing does not see, by others that it does.
 
-    `x.data` would be a constant: it is `x.detach()`; what is assigned to it takes the place of x. A coefficient that is
-    tested (`if self.clip_value:`) is what it was when the agent was made.
+    `x.data` would be a constant: it is `x.detach()`; what is assigned to it is written to x. Of a coefficient it is a
+    copy, which takes its place, for what was computed of it is differentiated later. A coefficient that is tested
+    (`if self.clip_value:`) is what it was when the agent was made.
 
     Args:
       buffers: the coefficients, which assignment replaces.
@@ -249,13 +251,26 @@ class _Calls(TorchFunctionMode):
     def __init__(self, buffers: dict[str, Tensor], truths: Mapping[str, bool]) -> None:
         super().__init__()
         self._buffers, self._truths = buffers, truths
+        self._known = {name: [x] for name, x in buffers.items() if x is not None}
+        self._copies: dict[str, Tensor] = {}
+
+    def only_read(self) -> set[str]:
+        """The coefficients whose `.data` was asked for, and never written to."""
+        return {name for name, x in self._copies.items() if self._buffers[name] is x and x._version == 0}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
-            own = any(x is args[0] for x in self._buffers.values())
-            return args[0].detach().clone() if own else args[0].detach()
+            if (name := self._name_of(args[0])) is None:
+                return args[0].detach()
+            if name not in self._copies:
+                self._copies[name] = self._buffers[name].detach().clone()
+                self._now(name, self._copies[name])
+            return self._buffers[name].detach()
         if func == _SET_DATA:
-            self._buffers |= {name: args[1] for name, x in self._buffers.items() if x is args[0]}
+            if (name := self._name_of(args[0])) is None:
+                args[0].detach().copy_(args[1])
+            else:
+                self._now(name, args[1])
             return None
         if func is Tensor.__setitem__ and isinstance(args[1], Tensor) and isinstance(args[2], int | float):
             x, mask, value = args
@@ -267,6 +282,14 @@ class _Calls(TorchFunctionMode):
                 if self._buffers[name] is args[0]:
                     return truth
         return func(*args, **(kwargs or {}))
+
+    def _name_of(self, x: Tensor) -> str | None:
+        """Of a coefficient, as it is or was."""
+        return next((name for name, known in self._known.items() if any(x is y for y in known)), None)
+
+    def _now(self, name: str, x: Tensor) -> None:
+        self._buffers[name] = x
+        self._known[name].append(x)
 
 
 _GET_DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.data).__set__

@@ -7,7 +7,8 @@ TensorDict with TorchRL's keys: `observation`, `action`, what the actor wrote be
 - losses with a critic (PPO, A2C, Reinforce): `advantage`, `value_target` and `state_value`. Advantages are ours
   (ops/returns.py, computed once per trajectory; GAE or V-trace, as the loss's estimator is): TorchRL's estimators do
   not compile, and know nothing of resets;
-- all others: `("next", "observation")`, `("next", "reward")`, `("next", "done")` and `("next", "terminated")`.
+- all others: `("next", "observation")`, `("next", "reward")`, `("next", "done")` and `("next", "terminated")`; an
+  environment's discount that is not 0 counts as 1 there, for TorchRL's targets know no other.
 
 A loss says what each row costs (`reduction="none"`), and the agent sums the rows up, without the resets. Where a loss
 makes one number of all rows (an adaptive coefficient, running statistics, CQL's mean of its log-sum-exp, the cloning
@@ -21,14 +22,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torchrl.envs.utils import ExplorationType, set_exploration_type
-from torchrl.modules import GRUModule, LSTMModule
+from torchrl.modules import GRUModule, LSTMModule, NoisyLinear
 from torchrl.modules.tensordict_module.exploration import (
     AdditiveGaussianModule,
     AdditiveGaussianWrapper,
@@ -85,14 +86,16 @@ class LossAgent(Agent):
     Args:
       actor: writes `action`, and what the loss wants to know about it (`action_log_prob`).
       loss: built of this actor; it is the agent's from now on. Its `reduction` becomes "none", and its
-        `normalize_advantage`, if set, is done by the learner, over all rows of a minibatch and without resets.
+        `normalize_advantage`, if set, is done by the learner, over all rows of a minibatch and without resets. Its
+        targets begin as copies of what they follow.
       spec: of the environment.
       discount: gamma. None: that of the loss's own value estimator.
-      gae_lambda: of the advantages; None: that of the estimator (0 for TD0, 1 for TD1).
+      gae_lambda: of the advantages, for a loss with a critic; None: that of the estimator (0 for TD0, 1 for TD1).
       target_rate: how fast targets follow, if the loss has targets: 1 - tau of TorchRL's `SoftUpdate(eps=tau)`.
       target_interval: optimizer steps between two movements of the targets; `HardUpdate` is target_rate=1 and more
         than one step.
-      epsilon: share of random actions while exploring, for actors that choose the best of discrete ones.
+      epsilon: share of random actions while exploring, for actors that choose the best of discrete ones; for losses
+        without a critic, as `noise` is.
       noise: standard deviation of what is added to continuous actions while exploring, in units of half their range.
       exploration_fraction: part of the run in which epsilon falls from 1 to its value.
       groups: optimizer groups by prefixes of parameters, e.g. `{"actor": ("actor_network.",), ...}`; None: one.
@@ -179,6 +182,11 @@ class LossAgent(Agent):
         self.hyperparameters = (*self.hyperparameters, *self._pure.settings)
         self._actor = _Net(actor, self._pure.names_in(actor, "actor"))
         self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic, "critic"))
+        if self._on_policy and self._pure.delayed:
+            raise ValueError(
+                f"{self._name} looks ahead with a target of {' and '.join(self._pure.delayed)}, and advantages here "
+                "are of the critic itself; make it without delay_value."
+            )
         self.target_rate = target_rate if self._pure.delayed else None
         self.target_interval = target_interval
         self._check_gradient(example)
@@ -213,6 +221,12 @@ class LossAgent(Agent):
                 "the actor has layers of unknown size, such as LazyLinear; call it once with a TensorDict like the "
                 "environment's before the loss is made of it, or give the sizes."
             )
+        networks = {x for net in loss.__dict__.values() if isinstance(net, nn.Module) for x in net.modules()}
+        if any(isinstance(x, NoisyLinear) for x in (*actor.modules(), *networks)):
+            raise ValueError(
+                "a network has a NoisyLinear, whose noise is drawn by calls of reset_noise() that no loop here makes; "
+                "use Linear, and give LossAgent epsilon or noise."
+            )
         for module in actor.modules():
             name = type(module).__name__
             if isinstance(module, LSTMModule | GRUModule):
@@ -228,6 +242,11 @@ class LossAgent(Agent):
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
         action = self._spec.action
+        if self._on_policy and (epsilon or noise):
+            raise ValueError(
+                f"{'epsilon' if epsilon else 'noise'}={epsilon or noise} would take other actions than those whose "
+                f"log-probability {self._name} learns from; leave it out: its actor explores by its distribution."
+            )
         if epsilon and not isinstance(action, Discrete):
             raise ValueError(
                 f"epsilon={epsilon} is for discrete actions, and {self._spec.name} has {action}; use noise."
@@ -246,6 +265,11 @@ class LossAgent(Agent):
         own = cast(Any, loss)
         if not hasattr(own, "reduction"):
             raise ValueError(f"{self._name} has no reduction; a loss must say what each row costs, to mask resets.")
+        if own.reduction not in ("mean", "none"):
+            raise ValueError(
+                f"{self._name} has reduction={own.reduction!r}, and LossAgent takes the mean over rows that are no "
+                "resets; leave it out."
+            )
         own.reduction, self._clips = "none", None
         if getattr(own, "functional", True) is False or getattr(own, "advantage_norm", None) is not None:
             raise ValueError(f"{self._name} must be made with functional=True and without advantage_norm.")
@@ -256,8 +280,17 @@ class LossAgent(Agent):
         if getattr(own, "normalize_advantage", False) or getattr(own, "normalized_by_torchpod", False):
             own.normalize_advantage, own.normalized_by_torchpod = False, True
             self.standardise = ("advantage",)
+        if getattr(own, "with_lagrange", False):
+            raise ValueError(f"{self._name} with with_lagrange=True says nothing of single rows; leave it out.")
         estimator = own._value_estimator if "_value_estimator" in {**own.__dict__, **own._modules} else None
+        if getattr(estimator, "average_rewards", False):
+            raise ValueError(
+                f"{self._name} with average_rewards is not supported, for a batch is cut into chunks; scale rewards in "
+                "the environment (torchpod.envs.transforms)."
+            )
         if not self._on_policy:
+            if gae_lambda is not None:
+                raise ValueError(f"gae_lambda={gae_lambda} is of losses with a critic, which {self._name} has not.")
             if type(estimator).__name__ not in ("NoneType", "TD0Estimator"):
                 raise ValueError(
                     f"{self._name} gets rows in any order, and its {type(estimator).__name__} reads them as time; use "
@@ -312,6 +345,11 @@ class LossAgent(Agent):
             wanted.add(cast(Any, loss.tensor_keys).sample_log_prob)
         written = {key for key in out.keys(True, True) if isinstance(key, str)} - known - {self._action}
         self._extras = tuple(sorted(wanted & written))
+        if taken := {"weight", "next", "observation"} & {*self._extras}:
+            raise ValueError(
+                f"the actor writes {min(taken)!r} for {self._name}, and rows have something else of that name; give it "
+                "another."
+            )
         if self._on_policy:
             self._fit.check_log_prob(actor, loss, shapes_of(out, [*written]), wanted)
         row = torch.zeros(rows, 1)
@@ -344,6 +382,8 @@ class LossAgent(Agent):
             raise ValueError(told) from error
         if told := self._fit.misvalued(loss.tensor_keys, watched, networks, every=False):
             raise ValueError(told)
+        if not isinstance(out, TensorDictBase):
+            raise ValueError(f"forward() of {self._name} returns a {type(out).__name__}; return a TensorDict.")
         terms = {name: x for name, x in out.items() if isinstance(name, str) and name.startswith("loss")}
         if not terms:
             raise ValueError(

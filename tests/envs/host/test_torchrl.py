@@ -149,6 +149,23 @@ def test_several_entries_are_a_dict_and_bounds_are_scaled():
     assert [part.env.base_env.seen.tolist() for part in env._parts] == [[0.5, 2.0], [0.0, 4.0]]
 
 
+def test_bounds_on_one_side_alone_are_none_and_actions_are_clipped_to_them():
+    class Half(Count):
+        def __init__(self):
+            super().__init__()
+            self.action_spec = Bounded(low=torch.tensor([-1.0, -torch.inf]), high=torch.tensor([1.0, 1.0]))
+
+        def _step(self, tensordict):
+            self.seen = tensordict["action"]
+            return super()._step(tensordict.clone().set("action", torch.tensor([1, 0, 0])))
+
+    env = TorchRL(Half)
+    assert env.spec.action == Box((2,))
+    env.init(keys(1))
+    env.step(None, torch.tensor([[2.0, -7.0]]), keys(1))
+    assert env._parts[0].env.seen.tolist() == [1.0, -7.0]
+
+
 def test_a_file_trains_in_sebulba(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_env.py").write_text(COUNT)

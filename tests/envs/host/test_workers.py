@@ -199,6 +199,34 @@ def test_one_that_cannot_be_made_in_a_worker_process_is_told_as_what_it_says(err
         env.close()
 
 
+class Walk(gymnasium.Env):
+    """Random, and tells the process it is in."""
+
+    observation_space, action_space = Plain.observation_space, Plain.action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.random(1).astype(np.float32), {}
+
+    def step(self, action):
+        return self.np_random.random(1).astype(np.float32), float(os.getpid()), False, bool(action), {}
+
+
+def test_worker_processes_stay_for_as_many_environments_again():
+    env = Gymnasium(Walk, processes=True)
+    try:
+        seen = []
+        for num, cut in ((2, 1), (2, 0), (1, 0)):  # the second time right after a last step
+            _, first = env.init(keys(num))
+            _, timestep = env.step(None, torch.full((num,), cut), keys(num, 1))
+            seen.append((first.observation.tolist(), timestep.observation.tolist(), timestep.reward.tolist()))
+        once, again, alone = seen
+        assert once == again and once[0][0] != once[0][1]
+        assert alone[0] == once[0][:1] and alone[1] == once[1][:1] and alone[2][0] not in once[2]
+    finally:
+        env.close()
+
+
 class StaysOpen(Plain):
     """In other processes than one."""
 
