@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod.actions import mask_of
 from torchpod.agent import Agent
+from torchpod.algos.unfit import unfit
 from torchpod.nets import CELLS, Encoder, ObservationNormalizer, RunningMoments, choose_torso, make_head, orthogonal
 from torchpod.nets.nets import STATE
 from torchpod.specs import EnvSpec
@@ -65,15 +66,7 @@ class ActorCritic(Agent):
         super().__init__()
         head = make_head(spec.action, config.initial_log_std)
         if head is None:
-            if spec.groups is not None:
-                raise ValueError(
-                    f"{type(self).__name__} is for one agent, and {spec.name} has groups {sorted(spec.groups)}; use "
-                    "algo=ippo, mappo or ia2c."
-                )
-            raise ValueError(
-                f"{type(self).__name__} needs one Discrete, MultiDiscrete or Box action, and {spec.name} has "
-                f"{spec.action}."
-            )
+            raise ValueError(unfit(type(self).__name__, "one Discrete, MultiDiscrete or Box action", spec))
         self.config, self.head = config, head
         self.recurrent, self.reuse_forward = config.recurrent > 0, config.reuse_forward
         self.hyperparameter("reward_scale", config.reward_scale)

@@ -510,7 +510,7 @@ def _agent(spec: EnvSpec, config: LossConfig) -> Agent:
             noise=config.noise if config.loss in NOISY else 0.0,
             exploration_fraction=config.exploration_fraction,
         )
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         if not config.arguments:
             raise
         raise ValueError(f"{error} It was made with algo.agent.arguments={config.arguments}.") from error

@@ -7,14 +7,63 @@ from typing import Any, NamedTuple, cast
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torchrl.data import Composite
+from torchrl.modules import GRUModule, LSTMModule, NoisyLinear
+from torchrl.modules.tensordict_module.exploration import (
+    AdditiveGaussianModule,
+    AdditiveGaussianWrapper,
+    EGreedyModule,
+    EGreedyWrapper,
+    OrnsteinUhlenbeckProcessModule,
+    OrnsteinUhlenbeckProcessWrapper,
+)
 from torchrl.objectives import LossModule
 
 from torchpod.interop.unfit import Shapes, Watched, for_actions, misread, miswritten, only_for, shapes_of, undivided
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
 
 _READS = misread, undivided
+_EXPLORING = (
+    *(EGreedyModule, EGreedyWrapper, AdditiveGaussianModule, AdditiveGaussianWrapper),
+    *(OrnsteinUhlenbeckProcessModule, OrnsteinUhlenbeckProcessWrapper),
+)
+
+
+def require_kinds(actor: Any, loss: Any, spec: Any) -> None:
+    """That these are what `LossAgent` takes, and that no module of theirs wants something that no loop here does."""
+    for what, x, kind, repair in (
+        ("an actor", actor, TensorDictModuleBase, "wrap networks in TensorDictModule and ProbabilisticActor"),
+        ("a loss", loss, LossModule, "give an object of torchrl.objectives, made of the actor"),
+        ("a spec", spec, EnvSpec, "give the env.spec of an environment"),
+    ):
+        if not isinstance(x, kind):
+            found = f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
+            raise ValueError(f"LossAgent takes {what} that is a {kind.__name__}, and got {found}; {repair}.")
+    if any(is_lazy(x) for x in actor.parameters()):  # targets that were made of it have no size either
+        raise ValueError(
+            "the actor has layers of unknown size, such as LazyLinear; call it once with a TensorDict like the "
+            "environment's before the loss is made of it, or give the sizes."
+        )
+    networks = {x for net in loss.__dict__.values() if isinstance(net, nn.Module) for x in net.modules()}
+    if any(isinstance(x, NoisyLinear) for x in (*actor.modules(), *networks)):
+        raise ValueError(
+            "a network has a NoisyLinear, whose noise is drawn by calls of reset_noise() that no loop here makes; "
+            "use Linear, and give LossAgent epsilon or noise."
+        )
+    for module in actor.modules():
+        name = type(module).__name__
+        if isinstance(module, LSTMModule | GRUModule):
+            raise ValueError(
+                f"the actor has a {name}, and LossAgent keeps no memory from step to step; use an actor without, "
+                "or an agent of torchpod's with algo.agent.recurrent."
+            )
+        if isinstance(module, _EXPLORING):
+            raise ValueError(
+                f"the actor has a {name}, whose exploration nothing here anneals; leave it out, and give LossAgent "
+                "epsilon and exploration_fraction, or noise."
+            )
 
 
 class Fit(NamedTuple):
@@ -157,7 +206,7 @@ class Fit(NamedTuple):
         except Exception as error:
             told = self._read_wrongly({what: module}, data)
             if told is None and isinstance(error, NotImplementedError | ValueError):  # which says it itself
-                raise
+                raise ValueError(str(error)) from error
             raise ValueError(told or self.why(watched, {what: module}, what, data, error)) from error
 
     def why(

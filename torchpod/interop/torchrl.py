@@ -26,18 +26,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torchrl.envs.utils import ExplorationType, set_exploration_type
-from torchrl.modules import GRUModule, LSTMModule, NoisyLinear
-from torchrl.modules.tensordict_module.exploration import (
-    AdditiveGaussianModule,
-    AdditiveGaussianWrapper,
-    EGreedyModule,
-    EGreedyWrapper,
-    OrnsteinUhlenbeckProcessModule,
-    OrnsteinUhlenbeckProcessWrapper,
-)
 from torchrl.modules.value_norm import ValueNorm
 from torchrl.objectives import KLPENPPOLoss, LossModule
 
@@ -45,7 +35,7 @@ from torchpod import random
 from torchpod.actions import any_allowed, mask_of
 from torchpod.agent import Agent, Bound
 from torchpod.interop.both_ways import both_ways
-from torchpod.interop.fit import Fit
+from torchpod.interop.fit import Fit, require_kinds
 from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
 from torchpod.interop.unfit import UNSUPPORTED, Watched, shapes_of
@@ -124,7 +114,7 @@ class LossAgent(Agent):
         adaptive: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self._require_kinds(actor, loss, spec)
+        require_kinds(actor, loss, spec)
         fractions = {
             "discount": discount,
             "gae_lambda": gae_lambda,
@@ -206,39 +196,6 @@ class LossAgent(Agent):
                 f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True (it looks "
                 f"ahead with {expected}, and of targets has {found})."
             )
-
-    def _require_kinds(self, actor: Any, loss: Any, spec: Any) -> None:
-        for what, x, kind, repair in (
-            ("an actor", actor, TensorDictModuleBase, "wrap networks in TensorDictModule and ProbabilisticActor"),
-            ("a loss", loss, LossModule, "give an object of torchrl.objectives, made of the actor"),
-            ("a spec", spec, EnvSpec, "give the env.spec of an environment"),
-        ):
-            if not isinstance(x, kind):
-                found = f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
-                raise ValueError(f"LossAgent takes {what} that is a {kind.__name__}, and got {found}; {repair}.")
-        if any(is_lazy(x) for x in actor.parameters()):  # targets that were made of it have no size either
-            raise ValueError(
-                "the actor has layers of unknown size, such as LazyLinear; call it once with a TensorDict like the "
-                "environment's before the loss is made of it, or give the sizes."
-            )
-        networks = {x for net in loss.__dict__.values() if isinstance(net, nn.Module) for x in net.modules()}
-        if any(isinstance(x, NoisyLinear) for x in (*actor.modules(), *networks)):
-            raise ValueError(
-                "a network has a NoisyLinear, whose noise is drawn by calls of reset_noise() that no loop here makes; "
-                "use Linear, and give LossAgent epsilon or noise."
-            )
-        for module in actor.modules():
-            name = type(module).__name__
-            if isinstance(module, LSTMModule | GRUModule):
-                raise ValueError(
-                    f"the actor has a {name}, and LossAgent keeps no memory from step to step; use an actor without, "
-                    "or an agent of torchpod's with algo.agent.recurrent."
-                )
-            if isinstance(module, _EXPLORING):
-                raise ValueError(
-                    f"the actor has a {name}, whose exploration nothing here anneals; leave it out, and give LossAgent "
-                    "epsilon and exploration_fraction, or noise."
-                )
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
         action = self._spec.action
@@ -375,8 +332,8 @@ class LossAgent(Agent):
             for owner, own in zip(owners, before, strict=True):  # an adaptive coefficient has moved
                 owner._buffers |= own
         except Exception as error:
-            if isinstance(error, NotImplementedError) and str(error):
-                raise
+            if isinstance(error, NotImplementedError) and str(error):  # it says itself what it has not
+                raise ValueError(str(error)) from error
             told = watched.layer() is None and self._fit.misvalued(loss.tensor_keys, watched, networks, every=True)
             told = told or self._fit.why(watched, networks, self._name, data, error)
             raise ValueError(told) from error
@@ -590,10 +547,6 @@ class LossAgent(Agent):
         return data
 
 
-_EXPLORING = (
-    *(EGreedyModule, EGreedyWrapper, AdditiveGaussianModule, AdditiveGaussianWrapper),
-    *(OrnsteinUhlenbeckProcessModule, OrnsteinUhlenbeckProcessWrapper),
-)
 _COLUMNS = ("advantage", "value_target", "state_value")
 _EXAMPLE_ROWS = 26
 """A number that no axis of a network has by accident; even, for losses that cut rows in two."""
