@@ -305,8 +305,8 @@ for sizes in ([4, 64, 64, 2], [7, 16, 80, 20], [400, 48, 64, 3], [32, 256, 16, 5
         doutput = torch.randn(rows, sizes[-1])
         exact = plainly(x.double(), [p.double() for p in parameters], doutput.double())
         for actual, expected in zip(compute(x, parameters, doutput), exact, strict=True):
-            size = float(expected.detach().abs().max())
-            torch.testing.assert_close(actual.double(), expected.detach(), rtol=1e-5, atol=3e-6 * max(1.0, size))
+            size = max(1.0, float(expected.detach().abs().max())) * max(1.0, rows / 100) ** 0.5  # sums round as a walk
+            torch.testing.assert_close(actual.double(), expected.detach(), rtol=1e-5, atol=3e-6 * size)
         if rows == 2048:
             times = {compute: [], plainly: []}
             for _ in range(15):
