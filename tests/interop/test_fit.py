@@ -131,8 +131,8 @@ UNFIT = {
     "a critic that lags": lambda: (
         categorical(),
         lambda actor: ReinforceLoss(actor, critic(), delay_value=True),
-        "ReinforceLoss looks ahead with a target of critic_network, and advantages here are of the critic itself; make "
-        "it without delay_value.",
+        "ReinforceLoss has a target of critic_network, and what losses with a critic read here is of the networks "
+        "themselves; make it without delay_value.",
     ),
     "advantages without a critic": lambda: (
         q_actor(),
@@ -338,7 +338,7 @@ UNFIT = {
     "a network with parameters of its own": lambda: (
         q_actor(),
         lambda actor: OwnCQL(actor, action_space="categorical"),
-        "OwnCQL is no pure function of its parameters; it holds a network out of the gradient by ",
+        "OwnCQL is no pure function of its parameters; it calls requires_grad_() while it runs; ",
     ),
     "a loss that is not supported": lambda: (
         q_actor(),
@@ -347,7 +347,7 @@ UNFIT = {
     ),
     "a loss of demonstrations": lambda: (
         categorical(),
-        lambda actor: type("BCLoss", (A2CLoss,), {})(actor, critic()),
+        lambda actor: type("BCLoss", (A2CLoss,), {"__module__": "torchrl.objectives"})(actor, critic()),
         "LossAgent cannot train with BCLoss: it learns from demonstrations, and an agent here learns from what it did",
     ),
     **{

@@ -154,3 +154,22 @@ def test_what_is_keyed_or_draws_nothing_passes(seed):
         x = Normal(torch.zeros(3), 1.0).sample() + torch.nn.functional.dropout(torch.ones(3), training=False)
         x += torch.empty(3).uniform_() + torch.multinomial(torch.ones(3), 3) + torch.randperm(3)
     assert x.isfinite().all()
+
+
+def test_a_draw_into_memory_is_that_of_the_key(seed):
+    out = torch.zeros(3)
+    with Keyed(random.key(seed)):
+        assert torch.randn(3, out=out) is out
+    with Keyed(random.key(seed)):
+        assert torch.randn(3).equal(out) and out.ne(0).all()
+
+
+def test_members_of_an_ensemble_do_not_draw_the_same_where_they_are_to_draw_others():
+    def member(x):
+        return x + torch.randn(())
+
+    with Keyed(random.key(0)):
+        x = torch.func.vmap(member, randomness="same")(torch.zeros(3))
+        assert x.unique().numel() == 1
+        with pytest.raises(NotImplementedError, match="leave set_vmap_randomness out"):
+            torch.func.vmap(member, randomness="different")(torch.zeros(3))

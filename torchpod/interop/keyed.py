@@ -15,8 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpod import random
 
-_level = cast(Any, torch)._C._functorch.maybe_current_level
+_functorch = cast(Any, torch)._C._functorch
+_level = _functorch.maybe_current_level
 """Of the transforms of torch.func that are under way; None outside of all."""
+
+
+def _draws_for_each() -> bool:
+    """Whether one of them is a vmap that wants a draw of its own for each member."""
+    stack = [x for x in _functorch.get_interpreter_stack() or () if x.key() == _functorch.TransformType.Vmap]
+    kinds = [_functorch.CVmapInterpreterPtr(x).randomness() for x in stack]
+    return _functorch.RandomnessType.Different in kinds
 
 
 class Keyed(TorchFunctionMode):
@@ -55,6 +63,11 @@ class Keyed(TorchFunctionMode):
     def _drawn(
         self, draw: Callable[[Tensor, int], Tensor], shape: Sequence[int], like: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
+        if _draws_for_each():
+            raise NotImplementedError(
+                "a draw within a vmap of randomness='different' would be one for all members of its ensemble; leave "
+                "set_vmap_randomness out, and draw for all of them before."
+            )
         keys, shape = random.fold_in(self._keys, self._count), torch.Size(shape)
         self._count += 1
         if keys.ndim == 1:
@@ -66,6 +79,8 @@ class Keyed(TorchFunctionMode):
             axis = list(shape).index(size)
             rest = [*shape[:axis], *shape[axis + 1 :]]
             x = draw(keys, math.prod(rest)).reshape(size, *rest).movedim(0, axis)
+        if (out := options.get("out")) is not None:
+            return out.copy_(x)
         dtype = options.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
         return x.to(dtype)
 

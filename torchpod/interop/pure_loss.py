@@ -75,7 +75,12 @@ class PureLoss:
         # Two networks may share a part; TorchRL gives it to the second one with its gradient or without.
         places = {x.data_ptr(): name for name, x in self.params.items()}
         self._shared: dict[str, tuple[str, bool]] = {}
-        for name, leaf in self._leaves():
+        leaves = dict(self._leaves())
+        for name, (_, lagging) in self._held.items():
+            if name.startswith("target_"):
+                for key, leaf in lagging.items():
+                    leaf.data.copy_(leaves[f"{_net(name)}.{_joined(key)}"].detach())
+        for name, leaf in leaves.items():
             if name in self.params:
                 continue
             if leaf.numel() and leaf.data_ptr() in places:
@@ -96,7 +101,8 @@ class PureLoss:
             coefficients.pop("gamma", None)
             self.buffers["discount"] = cast(Tensor, self._discounts._buffers["gamma"])
         self._coefficients = tuple(coefficients)
-        self._truths = {name: bool(x) for name, x in coefficients.items() if x.numel() == 1}
+        fixed = {name: x for name, x in coefficients.items() if name not in self._adaptive}
+        self._truths = {name: bool(x) for name, x in fixed.items() if x.numel() == 1}
         self.buffers |= coefficients
         discount = () if self._discounts is None else ("discount",)
         self.settings = (*(name for name in coefficients if name not in self._adaptive), *discount)
@@ -150,7 +156,8 @@ class PureLoss:
 
         def once() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[NestedKey, Tensor]]:
             own = loss._buffers
-            own |= {name: cast(Any, buffers[name]) for name in self._coefficients}
+            given = {name: buffers[name] for name in self._coefficients}
+            own |= given | {name: buffers[name].clone() for name in self._adaptive}  # it writes to them
             if self._discounts is not None:
                 self._discounts._buffers["gamma"] = buffers["discount"]
             for name, (norm, k, shape) in self._running.items():
@@ -159,8 +166,8 @@ class PureLoss:
             calls = _Calls(cast(Any, own), self._truths)
             with self._taking_back(), Keyed(keys), calls:
                 out = loss(rows)
-            changed = {name for name in self._coefficients if own[name] is not buffers[name]} - calls.only_read()
-            if not changed <= set(self._adaptive):
+            changed = {name for name, x in given.items() if own[name] is not x and name not in self._adaptive}
+            if changed := changed - calls.only_read():
                 raise ValueError(f"{type(loss).__name__} changes {changed} while it runs; name them in adaptive=...")
             adapted = {name: cast(Tensor, own[name]) for name in self._adaptive}
             adapted |= {name: norm[k].reshape(()) for name, (norm, k, _) in self._running.items()}
@@ -241,7 +248,7 @@ class _Calls(TorchFunctionMode):
 
     `x.data` would be a constant: it is `x.detach()`; what is assigned to it is written to x. Of a coefficient it is a
     copy, which takes its place, for what was computed of it is differentiated later. A coefficient that is tested
-    (`if self.clip_value:`) is what it was when the agent was made.
+    (`if self.clip_value:`) and not adaptive is what it was when the agent was made.
 
     Args:
       buffers: the coefficients, which assignment replaces.
@@ -251,26 +258,31 @@ class _Calls(TorchFunctionMode):
     def __init__(self, buffers: dict[str, Tensor], truths: Mapping[str, bool]) -> None:
         super().__init__()
         self._buffers, self._truths = buffers, truths
-        self._known = {name: [x] for name, x in buffers.items() if x is not None}
-        self._copies: dict[str, Tensor] = {}
+        self._given = {name: x for name, x in buffers.items() if x is not None}
+        self._data: list[tuple[Tensor, Tensor]] = []  # a coefficient as it is or was, and what has its data
+        self._copies: list[Tensor] = []
 
     def only_read(self) -> set[str]:
         """The coefficients whose `.data` was asked for, and never written to."""
-        return {name for name, x in self._copies.items() if self._buffers[name] is x and x._version == 0}
+        alike = [x for x in self._copies if x._version == 0]
+        data = {name: self._data_of(x) for name, x in self._given.items()}
+        return {name for name, x in data.items() if self._buffers[name] is x and any(x is y for y in alike)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
-            if (name := self._name_of(args[0])) is None:
-                return args[0].detach()
-            if name not in self._copies:
-                self._copies[name] = self._buffers[name].detach().clone()
-                self._now(name, self._copies[name])
-            return self._buffers[name].detach()
+            x = self._data_of(args[0])
+            if x is None:
+                if not any(args[0] is now for now in self._buffers.values()):
+                    return args[0].detach()
+                x = args[0].detach().clone()
+                self._copies.append(x)
+                self._becomes(args[0], x)
+            return x.detach()
         if func == _SET_DATA:
-            if (name := self._name_of(args[0])) is None:
+            if self._data_of(args[0]) is None and not any(args[0] is now for now in self._buffers.values()):
                 args[0].detach().copy_(args[1])
             else:
-                self._now(name, args[1])
+                self._becomes(args[0], args[1].detach())
             return None
         if func is Tensor.__setitem__ and isinstance(args[1], Tensor) and isinstance(args[2], int | float):
             x, mask, value = args
@@ -283,13 +295,17 @@ class _Calls(TorchFunctionMode):
                     return truth
         return func(*args, **(kwargs or {}))
 
-    def _name_of(self, x: Tensor) -> str | None:
-        """Of a coefficient, as it is or was."""
-        return next((name for name, known in self._known.items() if any(x is y for y in known)), None)
+    def _data_of(self, coefficient: Tensor) -> Tensor | None:
+        return next((data for x, data in self._data if x is coefficient or data is coefficient), None)
 
-    def _now(self, name: str, x: Tensor) -> None:
-        self._buffers[name] = x
-        self._known[name].append(x)
+    def _becomes(self, coefficient: Tensor, data: Tensor) -> None:
+        """From now on the data of a coefficient, and of what has had its place, are these."""
+        before = self._data_of(coefficient)
+        same = [x for x, known in self._data if known is before] if before is not None else [coefficient]
+        self._data = [(x, known) for x, known in self._data if known is not before] + [(x, data) for x in same]
+        self._buffers |= {
+            name: data for name, now in self._buffers.items() if now is before or any(now is x for x in same)
+        }
 
 
 _GET_DATA, _SET_DATA = cast(Any, torch.Tensor.data).__get__, cast(Any, torch.Tensor.data).__set__

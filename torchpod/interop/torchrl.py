@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torchrl.envs.utils import ExplorationType, set_exploration_type
-from torchrl.modules.value_norm import ValueNorm
-from torchrl.objectives import KLPENPPOLoss, LossModule
+from torchrl.objectives import KLPENPPOLoss, LossModule, ValueEstimators
 
 from torchpod import random
 from torchpod.actions import any_allowed, mask_of
@@ -38,7 +37,8 @@ from torchpod.interop.both_ways import both_ways
 from torchpod.interop.fit import Fit, require_kinds
 from torchpod.interop.keyed import Keyed, NothingElseDraws
 from torchpod.interop.pure_loss import TORCHRL, PureLoss
-from torchpod.interop.unfit import UNSUPPORTED, Watched, shapes_of
+from torchpod.interop.purity import left_alone, require_pure
+from torchpod.interop.unfit import UNSUPPORTED, Watched, is_torchrls, shapes_of
 from torchpod.ops.exploration import falling
 from torchpod.ops.returns import gae, vtrace
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
@@ -134,7 +134,7 @@ class LossAgent(Agent):
                 "policy (docs/torchrl-losses.md)."
             )
         self._spec, self._name = spec, type(loss).__name__
-        if self._name in UNSUPPORTED:
+        if self._name in UNSUPPORTED and is_torchrls(type(loss)):
             raise ValueError(f"LossAgent cannot train with {self._name}: {UNSUPPORTED[self._name]}.")
         self._groups = dict(groups or {"loss": ("",)})
         if not isinstance(spec.action, Discrete | MultiDiscrete | Box):
@@ -149,7 +149,7 @@ class LossAgent(Agent):
         self.replayed = 0 if self._on_policy else 1
         self._explores = "epsilon" if epsilon else "noise" if noise else None
         self._set_up_exploration(epsilon, noise, exploration_fraction)
-        self._set_up(loss, discount, gae_lambda)
+        reduction = self._set_up(loss, discount, gae_lambda)
         if adaptive is None:
             adaptive = ("beta",) if isinstance(loss, KLPENPPOLoss) else ()
         coefficients = sorted(name for name, x in loss._buffers.items() if x is not None)
@@ -173,13 +173,13 @@ class LossAgent(Agent):
         self._actor = _Net(actor, self._pure.names_in(actor, "actor"))
         self._critic = None if critic is None else _Net(critic, self._pure.names_in(critic, "critic"))
         if self._on_policy and self._pure.delayed:
+            names = [x.removesuffix("_network").replace("critic", "value") for x in self._pure.delayed]
             raise ValueError(
-                f"{self._name} looks ahead with a target of {' and '.join(self._pure.delayed)}, and advantages here "
-                "are of the critic itself; make it without delay_value."
+                f"{self._name} has a target of {' and '.join(self._pure.delayed)}, and what losses with a critic read "
+                f"here is of the networks themselves; make it without {' and '.join(f'delay_{x}' for x in names)}."
             )
         self.target_rate = target_rate if self._pure.delayed else None
         self.target_interval = target_interval
-        self._check_gradient(example)
         log_prob = getattr(self._keys, "sample_log_prob", None)
         self._of_actions = _Net(_LogProb(actor), {f"actor.{name}": x for name, x in self._actor.names.items()})
         self.max_lag = int(log_prob in self._extras) if self._on_policy and not self._clips else None
@@ -196,6 +196,7 @@ class LossAgent(Agent):
                 f"{self._name} has no target network of values; make it with {' or '.join(delays)}=True (it looks "
                 f"ahead with {expected}, and of targets has {found})."
             )
+        require_pure(self._pure, self._renamed(example, self._keys), reduction)
 
     def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
         action = self._spec.action
@@ -217,8 +218,8 @@ class LossAgent(Agent):
         elif noise:
             self.hyperparameter("noise", noise)
 
-    def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> None:
-        """What changes in the loss itself."""
+    def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> str:
+        """What changes in the loss itself; returns the reduction that it was made with."""
         own = cast(Any, loss)
         if not hasattr(own, "reduction"):
             raise ValueError(f"{self._name} has no reduction; a loss must say what each row costs, to mask resets.")
@@ -227,7 +228,17 @@ class LossAgent(Agent):
                 f"{self._name} has reduction={own.reduction!r}, and LossAgent takes the mean over rows that are no "
                 "resets; leave it out."
             )
-        own.reduction, self._clips = "none", None
+        if getattr(own, "loss_mask_key", "auto") not in ("auto", None):
+            raise ValueError(
+                f"{self._name} has loss_mask_key={own.loss_mask_key!r}, and LossAgent leaves out the rows between "
+                "episodes alone; leave it out, and let the loss multiply what a row costs."
+            )
+        if getattr(own, "use_prioritized_weights", "auto") is False:
+            raise ValueError(
+                f"{self._name} has use_prioritized_weights=False, and rows have the weights that replay gives them; "
+                "leave it out."
+            )
+        reduction, own.reduction, self._clips = own.reduction, "none", None
         if getattr(own, "functional", True) is False or getattr(own, "advantage_norm", None) is not None:
             raise ValueError(f"{self._name} must be made with functional=True and without advantage_norm.")
         if hasattr(own, "log_explained_variance"):
@@ -239,7 +250,11 @@ class LossAgent(Agent):
             self.standardise = ("advantage",)
         if getattr(own, "with_lagrange", False):
             raise ValueError(f"{self._name} with with_lagrange=True says nothing of single rows; leave it out.")
-        estimator = own._value_estimator if "_value_estimator" in {**own.__dict__, **own._modules} else None
+        made = {**own.__dict__, **own._modules}.get("_value_estimator") is not None
+        usual = ValueEstimators.GAE if self._on_policy else ValueEstimators.TD0
+        if not made and getattr(own, "default_value_estimator", usual) not in (usual, None):
+            own.make_value_estimator()
+        estimator = {**own.__dict__, **own._modules}.get("_value_estimator")
         if getattr(estimator, "average_rewards", False):
             raise ValueError(
                 f"{self._name} with average_rewards is not supported, for a batch is cut into chunks; scale rewards in "
@@ -257,8 +272,13 @@ class LossAgent(Agent):
                 own._buffers["gamma"].fill_(discount)
             elif discount is not None:
                 own.make_value_estimator(own.default_value_estimator, gamma=discount)
-            return
+            return reduction
         kind = type(estimator).__name__
+        if estimator is not None and (kind not in _ESTIMATORS or not is_torchrls(type(estimator))):
+            raise ValueError(
+                f"{self._name} has a {kind}, and advantages here are torchpod's own, as those of "
+                f"{', '.join(_ESTIMATORS)}; use one of these."
+            )
         if getattr(estimator, "average_gae", False):
             raise ValueError(f"{self._name} with average_gae is not supported; use normalize_advantage of the loss.")
         if getattr(estimator, "average_adv", False):
@@ -271,18 +291,27 @@ class LossAgent(Agent):
             gae_lambda = fixed.get(kind, float(getattr(estimator, "lmbda", 0.95)))
         self.hyperparameter("discount", float(getattr(estimator, "gamma", 0.99)) if discount is None else discount)
         self.hyperparameter("gae_lambda", gae_lambda)
+        return reduction
 
     def _example(self, actor: TensorDictModuleBase, loss: LossModule) -> TensorDict:
-        """Rows as the loss will get them, of zeros and True; what they say about the actor is kept."""
+        """Rows as the loss will get them, of floats drawn, of 0 and True; what they say about the actor is kept."""
         rows = _EXAMPLE_ROWS
-        zeros = pytree.tree_map(
-            lambda s: torch.full((rows, *s.shape), s.dtype == torch.bool, dtype=s.dtype),  # a mask allows everything
-            self._spec.observation,
-            is_leaf=lambda s: hasattr(s, "dtype"),
-        )
-        data = TensorDict({"observation": zeros}, batch_size=[rows])
+        key, keys = random.key(0), random.split(random.key(0), rows)
+
+        def drawn(seed: int, shape: tuple[int, ...] = (1,)) -> Tensor:
+            return random.uniform(random.fold_in(key, seed), rows * math.prod(shape)).reshape(rows, *shape)
+
+        def observations(seed: int) -> Tree:
+            def leaf(s: Any) -> Tensor:
+                if s.dtype.is_floating_point:
+                    low, high = getattr(s, "low", -math.inf), getattr(s, "high", math.inf)
+                    return drawn(seed, s.shape).to(s.dtype).clamp(low, high)
+                return torch.full((rows, *s.shape), s.dtype == torch.bool, dtype=s.dtype)  # a mask allows everything
+
+            return pytree.tree_map(leaf, self._spec.observation, is_leaf=lambda s: hasattr(s, "dtype"))
+
+        data = TensorDict({"observation": observations(1)}, batch_size=[rows])
         known = set(data.keys(True, True))
-        keys = random.split(random.key(0), rows)
         exploring = set_exploration_type(ExplorationType.RANDOM)
         with torch.no_grad(), TORCHRL, exploring, Keyed(keys), NothingElseDraws():
             out = self._fit.called("the actor", actor, data)
@@ -309,28 +338,24 @@ class LossAgent(Agent):
             )
         if self._on_policy:
             self._fit.check_log_prob(actor, loss, shapes_of(out, [*written]), wanted)
-        row = torch.zeros(rows, 1)
         if self._on_policy:
-            columns = {"advantage": row, "value_target": row.clone(), "state_value": row.clone()}
+            columns = {name: drawn(2 + i) for i, name in enumerate(_COLUMNS)}
         else:
-            done = torch.zeros(rows, 1, dtype=torch.bool)
-            columns = {"next": {"observation": zeros, "reward": row, "done": done, "terminated": done.clone()}}
+            done = drawn(2) < 0.5
+            following = {"reward": drawn(3), "done": done, "terminated": done & (drawn(4) < 0.5)}
+            columns = {"next": {"observation": observations(5), **following}}
         extras = {name: out.get(name) for name in self._extras}
         return data.update(TensorDict({"action": action, **extras, **columns}, batch_size=[rows]))
 
     def _check_loss(self, loss: LossModule, example: TensorDict) -> None:
         """Runs the loss once: whether it can use what it will get, and so that it makes all that it makes lazily."""
         data, rows = self._renamed(example, loss.tensor_keys), example.shape[0]
-        owners = [loss, *(child for child in loss.children() if isinstance(child, ValueNorm))]
-        before = [{name: x.clone() for name, x in owner._buffers.items() if x is not None} for owner in owners]
         found = {name: net for name, net in loss.__dict__.items() if isinstance(net, TensorDictModuleBase)}
         networks = {f"{name} of {self._name}": net for name, net in found.items()}
         watched = Watched(networks)
         try:
-            with Keyed(random.key(0)), NothingElseDraws(), watched:
+            with left_alone(loss), Keyed(random.key(0)), NothingElseDraws(), watched:
                 out = loss(data.clone())
-            for owner, own in zip(owners, before, strict=True):  # an adaptive coefficient has moved
-                owner._buffers |= own
         except Exception as error:
             if isinstance(error, NotImplementedError) and str(error):  # it says itself what it has not
                 raise ValueError(str(error)) from error
@@ -363,28 +388,6 @@ class LossAgent(Agent):
                         f"groups[{group!r}] of LossAgent has {prefix!r}, and no parameter of {self._name} begins so; "
                         f"they begin with {known}."
                     )
-
-    def _check_gradient(self, example: TensorDict) -> None:
-        """Takes the gradient of the loss as a pure function: whether it is one."""
-        data, own = self._renamed(example, self._keys), self.variables()
-        params = {name: x.detach() for name, x in own.items() if name in self._pure.params}
-
-        def total(params: dict[str, Tensor]) -> Tensor:
-            out, _ = self._pure(params, own, params, data.clone(), random.key(0))
-            return torch.stack([x.mean() for name, x in out.items() if name.startswith("loss")]).sum()
-
-        try:
-            torch.func.grad(total)(params)
-        except Exception as error:
-            told = str(error).strip().split("\n")[0]
-            if "in-place" in told:
-                told = f"modules that write to their buffers, such as BatchNorm, cannot be used (LayerNorm can): {told}"
-            elif "requires_grad_" in told:
-                told = (
-                    "it holds a network out of the gradient by requires_grad_ and runs it with the parameters that the "
-                    "network has itself, which no update here reaches; use another loss (torchpod list losses)."
-                )
-            raise ValueError(f"{self._name} is no pure function of its parameters; {told}") from error
 
     # What the agent is: its variables are those of the loss, under the names of pure_loss.py.
 
@@ -461,10 +464,12 @@ class LossAgent(Agent):
             return Batch(steps)
         rows = pytree.tree_map(lambda x: x.flatten(0, 1), t.observation)
         data = TensorDict({"observation": rows}, batch_size=[last.numel()])
-        value = self._critic(self.variables(), data).get(self._keys.value).reshape(last.shape)
+        with Keyed(keys[0]):
+            value = self._critic(self.variables(), data).get(self._keys.value).reshape(last.shape)
         of_steps = t.reward[1:], t.discount[1:] * self.discount, last[1:], value[:-1], value[1:]
         if self._clips:
-            ratio = self._log_prob(steps["observation"], out.action) - out.extras[self._keys.sample_log_prob]
+            log_prob = self._log_prob(steps["observation"], out.action, random.fold_in(keys[0], 1))
+            ratio = log_prob - out.extras[self._keys.sample_log_prob]
             target, advantage = vtrace(ratio, *of_steps, lambda_=self.gae_lambda, **self._clips)
         else:
             advantage = gae(*of_steps, lambda_=self.gae_lambda)
@@ -472,14 +477,15 @@ class LossAgent(Agent):
         steps |= {"advantage": advantage, "value_target": target, "state_value": value[:-1]}
         return Batch(steps, report={"reward": t.reward[1:], "value": value[:-1], "value_target": target})
 
-    def _log_prob(self, observation: Tree, action: Tensor) -> Tensor:
-        """Of actions `[T, B, ...]`, as the actor is now."""
+    def _log_prob(self, observation: Tree, action: Tensor, key: Tensor) -> Tensor:
+        """Of actions `[T, B, ...]`, as the actor is now; `key` `[3]`, of what it draws."""
         lead = action.shape[: action.ndim - len(self._spec.action.shape)]
         rows, action = pytree.tree_map(lambda x: x.flatten(0, 1), (observation, self._for_torchrl(action)))
 
         def once() -> dict[str, Tensor]:
             data = TensorDict({"observation": rows}, batch_size=action.shape[:1])
-            return {"log_prob": self._of_actions(self.variables(), data, action)}
+            with Keyed(key):
+                return {"log_prob": self._of_actions(self.variables(), data, action)}
 
         with TORCHRL:
             out = both_ways(once) if torch.compiler.is_compiling() else once()
@@ -548,6 +554,7 @@ class LossAgent(Agent):
 
 
 _COLUMNS = ("advantage", "value_target", "state_value")
+_ESTIMATORS = ("GAE", "MultiAgentGAE", "TD0Estimator", "TD1Estimator", "TDLambdaEstimator", "VTrace")
 _EXAMPLE_ROWS = 26
 """A number that no axis of a network has by accident; even, for losses that cut rows in two."""
 

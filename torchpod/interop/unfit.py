@@ -144,10 +144,15 @@ def miswritten(what: str, key: Any, size: int | None, wrote: Shapes) -> str | No
 
 def only_for(loss: type) -> str | None:
     """The actions of a loss of TorchRL's, or of one derived from it: "discrete", "continuous", or None for both."""
-    for name in (c.__name__ for c in loss.__mro__):
+    for name in (c.__name__ for c in loss.__mro__ if is_torchrls(c)):
         if name in _OF_NUMBERS or _is_for_choices(name):
             return "continuous" if name in _OF_NUMBERS else "discrete"
     return None
+
+
+def is_torchrls(kind: type) -> bool:
+    """Whether a class is TorchRL's own, not one of that name."""
+    return kind.__module__.partition(".")[0] == "torchrl"
 
 
 def for_actions(loss: str, action: SpecTree) -> str:
