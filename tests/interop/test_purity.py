@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, ValueEstimators
+from torchrl.objectives import A2CLoss, DQNLoss, ValueEstimators
 from torchrl.objectives.value import GAE
 
 from tests.interop.actors import SPEC, Sums, categorical, critic, gaussian, q_actor
@@ -178,7 +178,8 @@ def test_a_coefficient_that_is_named_may_be_written_in_any_way(write, seed):
     agent = LossAgent(actor, given, spec=SPEC, adaptive=("c",))
     env = CartPole(max_episode_steps=T)
     trajectory = ended(collect(agent, env, seed))
-    agent.double(), other.double()
+    agent.double()
+    other.double()
     batch = batch_of(agent, trajectory, seed)
     params, buffers = variables_of(agent)
     learner = Learner(agent, LearnerConfig(), num_iterations=1)
@@ -220,11 +221,6 @@ def estimated():
     return LossAgent(actor, loss, spec=SPEC)
 
 
-def lagging():
-    actor = categorical()
-    return LossAgent(actor, ClipPPOLoss(actor, critic(), delay_actor=True), spec=SPEC)
-
-
 def dqn(kind, **told):
     actor = q_actor()
     return LossAgent(actor, kind(actor, action_space="categorical", delay_value=True, **told), spec=SPEC)
@@ -235,7 +231,6 @@ def dqn(kind, **told):
     [
         (masked, "A2CLoss has loss_mask_key=('observation', 'valid'), and LossAgent leaves out the rows between "),
         (estimated, "A2CLoss has a Clipped, and advantages here are torchpod's own, as those of GAE, "),
-        (lagging, "ClipPPOLoss has a target of actor_network, and what losses with a critic read here is of the "),
         (lambda: dqn(Later), "Later gets rows in any order, and its TDLambdaEstimator reads them as time"),
         (lambda: dqn(DQNLoss, use_prioritized_weights=False), "DQNLoss has use_prioritized_weights=False, and rows "),
     ],
