@@ -250,7 +250,8 @@ def test_the_default_estimator_is_that_of_the_class():
 def test_a_loss_is_known_by_its_class_and_not_by_its_name(name):
     actor = gaussian(1, 3, distribution_kwargs={"low": -2.0, "high": 2.0})
     kind = type(name, (A2CLoss,), {"__module__": "my_loss"})
-    LossAgent(actor, kind(actor, critic(inputs=3)), spec=Pendulum().spec)
+    agent = LossAgent(actor, kind(actor, critic(inputs=3)), spec=Pendulum().spec)
+    assert any(name.startswith("critic_network.") for name, _ in agent.named_parameters())
 
 
 class Noisy(Sums):

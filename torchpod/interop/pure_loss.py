@@ -271,18 +271,16 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
             x = self._data_of(args[0])
-            if x is None:
-                if not any(args[0] is now for now in self._buffers.values()):
-                    return args[0].detach()
+            if x is None and self._is_one(args[0]):
                 x = args[0].detach().clone()
                 self._copies.append(x)
                 self._becomes(args[0], x)
-            return x.detach()
+            return (args[0] if x is None else x).detach()
         if func == _SET_DATA:
-            if self._data_of(args[0]) is None and not any(args[0] is now for now in self._buffers.values()):
-                args[0].detach().copy_(args[1])
-            else:
+            if self._is_one(args[0]):
                 self._becomes(args[0], args[1].detach())
+            else:
+                args[0].detach().copy_(args[1])
             return None
         if func is Tensor.__setitem__ and isinstance(args[1], Tensor) and isinstance(args[2], int | float):
             x, mask, value = args
@@ -294,6 +292,10 @@ class _Calls(TorchFunctionMode):
                 if self._buffers[name] is args[0]:
                     return truth
         return func(*args, **(kwargs or {}))
+
+    def _is_one(self, x: Tensor) -> bool:
+        """Whether it is a coefficient, or was one and shares its data."""
+        return self._data_of(x) is not None or any(x is now for now in self._buffers.values())
 
     def _data_of(self, coefficient: Tensor) -> Tensor | None:
         return next((data for x, data in self._data if x is coefficient or data is coefficient), None)

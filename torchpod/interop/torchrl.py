@@ -149,7 +149,8 @@ class LossAgent(Agent):
         self.replayed = 0 if self._on_policy else 1
         self._explores = "epsilon" if epsilon else "noise" if noise else None
         self._set_up_exploration(epsilon, noise, exploration_fraction)
-        reduction = self._set_up(loss, discount, gae_lambda)
+        reduction = getattr(loss, "reduction", "mean")
+        self._set_up(loss, discount, gae_lambda)
         if adaptive is None:
             adaptive = ("beta",) if isinstance(loss, KLPENPPOLoss) else ()
         coefficients = sorted(name for name, x in loss._buffers.items() if x is not None)
@@ -218,8 +219,8 @@ class LossAgent(Agent):
         elif noise:
             self.hyperparameter("noise", noise)
 
-    def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> str:
-        """What changes in the loss itself; returns the reduction that it was made with."""
+    def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> None:
+        """What changes in the loss itself."""
         own = cast(Any, loss)
         if not hasattr(own, "reduction"):
             raise ValueError(f"{self._name} has no reduction; a loss must say what each row costs, to mask resets.")
@@ -238,7 +239,7 @@ class LossAgent(Agent):
                 f"{self._name} has use_prioritized_weights=False, and rows have the weights that replay gives them; "
                 "leave it out."
             )
-        reduction, own.reduction, self._clips = own.reduction, "none", None
+        own.reduction, self._clips = "none", None
         if getattr(own, "functional", True) is False or getattr(own, "advantage_norm", None) is not None:
             raise ValueError(f"{self._name} must be made with functional=True and without advantage_norm.")
         if hasattr(own, "log_explained_variance"):
@@ -272,7 +273,7 @@ class LossAgent(Agent):
                 own._buffers["gamma"].fill_(discount)
             elif discount is not None:
                 own.make_value_estimator(own.default_value_estimator, gamma=discount)
-            return reduction
+            return
         kind = type(estimator).__name__
         if estimator is not None and (kind not in _ESTIMATORS or not is_torchrls(type(estimator))):
             raise ValueError(
@@ -291,7 +292,6 @@ class LossAgent(Agent):
             gae_lambda = fixed.get(kind, float(getattr(estimator, "lmbda", 0.95)))
         self.hyperparameter("discount", float(getattr(estimator, "gamma", 0.99)) if discount is None else discount)
         self.hyperparameter("gae_lambda", gae_lambda)
-        return reduction
 
     def _example(self, actor: TensorDictModuleBase, loss: LossModule) -> TensorDict:
         """Rows as the loss will get them, of floats drawn, of 0 and True; what they say about the actor is kept."""
@@ -338,7 +338,6 @@ class LossAgent(Agent):
             )
         if self._on_policy:
             self._fit.check_log_prob(actor, loss, shapes_of(out, [*written]), wanted)
-        if self._on_policy:
             columns = {name: drawn(2 + i) for i, name in enumerate(_COLUMNS)}
         else:
             done = drawn(2) < 0.5
