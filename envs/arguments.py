@@ -1,7 +1,8 @@
 """Checks of constructor arguments that the environments share."""
 
 import difflib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -35,3 +36,25 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
         close = difflib.get_close_matches(str(value), known, 3, 0.5)
         hint = "did you mean " + " or ".join(close) + "?" if close else "known: " + ", ".join(known) + "."
         raise ValueError(f"{name}={value!r} is not known; {hint}")
+
+
+def needs_nothing(make: Callable[..., Any], known: Iterable[str] = ()) -> None:
+    """Raises a ValueError if a class or function of the user's cannot be called without arguments.
+
+    Args:
+      make: the class or function.
+      known: arguments that it is given.
+    """
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (ValueError, TypeError):  # written in C
+        return
+    optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    missing = [x.name for x in parameters if x.default is x.empty and x.kind not in optional and x.name not in known]
+    if missing:
+        name = getattr(make, "__name__", type(make).__name__)
+        given = ", ".join(f"{x}=..." for x in missing)
+        raise ValueError(
+            f"{name} needs {', '.join(missing)}, and is called without arguments; hand over functools.partial({name}, "
+            f"{given}), or a function that makes it."
+        )

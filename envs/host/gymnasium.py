@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from torchpod import random
+from torchpod.envs.arguments import needs_nothing
 from torchpod.envs.host.spaces import MASK, action_of, masked, misfit, opened, spec_of, to_tensors
 from torchpod.envs.host.timesteps import host_timestep
 from torchpod.envs.host.workers import in_worker
@@ -76,6 +77,8 @@ class Gymnasium:
             )
         if callable(task) and options:
             raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {task} yourself.")
+        if callable(task):
+            needs_nothing(task)
         self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
         self._processes = processes
         self.advice = "raise loop.pools_per_actor" if processes else "set env.processes=true"
@@ -316,5 +319,9 @@ def require_number(reward: Any, who: str) -> None:
         return
     if (shape := np.shape(reward)) != ():
         raise ValueError(f"{who} a reward of shape {list(shape)}; give a number.")
-    if isinstance(reward, str | bytes):
-        raise ValueError(f"{who} the reward {reward!r}; give a number.")
+    try:
+        if isinstance(reward, str | bytes):
+            raise TypeError
+        float(reward)
+    except (TypeError, ValueError):
+        raise ValueError(f"{who} the reward {reward!r}; give a number.") from None

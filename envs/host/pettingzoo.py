@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchpod.envs.arguments import needs_nothing
 from torchpod.envs.host.gymnasium import Gymnasium
 from torchpod.envs.host.spaces import MASK, action_of, masked, opened, spec_of, to_tensors
 from torchpod.envs.host.timesteps import grouped_timestep
@@ -57,6 +58,13 @@ class PettingZoo(Gymnasium):
     ) -> None:
         if callable(task) and options:
             raise ValueError(f"{sorted(options)} are options of an id or a module; give them to {task} yourself.")
+        if not isinstance(task, str) and not callable(task):
+            raise ValueError(
+                f"PettingZoo makes many of what it steps, and got one {type(task).__name__}; hand over its class, or a "
+                "function that makes it."
+            )
+        if callable(task):
+            needs_nothing(task)
         _pettingzoo()
         from torchpod.envs.host.joint import Joint
 

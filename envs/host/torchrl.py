@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpod import random
+from torchpod.envs.arguments import needs_nothing
 from torchpod.envs.host.timesteps import host_timestep
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
 from torchpod.types import TimeStep, Tree
@@ -42,6 +43,7 @@ class TorchRL:
                 f"TorchRL makes as many as it steps, and got one {type(make).__name__}; hand over its class, or a "
                 "function that makes it."
             )
+        needs_nothing(make, known=["num_envs"])
         self._make = make
         self._sized = "num_envs" in inspect.signature(make).parameters
         self._parts: list[_Part] = []

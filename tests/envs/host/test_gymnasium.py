@@ -16,7 +16,7 @@ from torchpod import random
 from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.envs.host import Gymnasium
+from torchpod.envs.host import Gymnasium, PettingZoo, TorchRL
 from torchpod.envs.host.spaces import spec_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
@@ -299,10 +299,11 @@ ONE = np.ones(1, np.float32)
         ((PAIR, {"a": ONE, "b": 1}, {"a": np.ones(2), "b": 1}), r"of shape \[2\], and the space says \[1\]"),
         ((spaces.Tuple([UNIT]), (ONE,), ()), "Wrong gave an observation without 0, which its space has"),
         ((UNIT, ONE, ONE, np.ones(2)), r"Wrong gave a reward of shape \[2\]; give a number"),
+        ((UNIT, ONE, ONE, None), "Wrong gave the reward None; give a number"),
         ((UNIT, ONE, ONE, 0.0, (None, False)), "Wrong gave terminated=None; give True or False"),
         ((UNIT, ONE, ONE, 0.0, (np.False_, 0.5)), "Wrong gave truncated=0.5; give True or False"),
     ],
-    ids=["none", "type", "entry", "shape", "tuple", "reward", "terminated", "truncated"],
+    ids=["none", "type", "entry", "shape", "tuple", "reward", "no reward", "terminated", "truncated"],
 )
 def test_what_does_not_fit_its_space_is_named(arguments, message, processes):
     env = Gymnasium(functools.partial(Wrong, *arguments), processes=processes)
@@ -313,6 +314,19 @@ def test_what_does_not_fit_its_space_is_named(arguments, message, processes):
                 env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
     finally:
         env.close()
+
+
+def test_a_class_that_needs_an_argument_is_told_to_be_given_it():
+    message = (
+        r"Wrong needs space, good, bad, and is called without arguments; hand over functools.partial\(Wrong, space="
+    )
+    for make in (Gymnasium, PettingZoo, TorchRL):
+        with pytest.raises(ValueError, match=message):
+            make(Wrong)
+    with pytest.raises(
+        ValueError, match="PettingZoo makes many of what it steps, and got one int; hand over its class"
+    ):
+        PettingZoo(3)  # pyright: ignore[reportArgumentType]
 
 
 class Masked(gymnasium.Env):
