@@ -38,7 +38,7 @@ class Agent(nn.Module):
     optimizer_intervals: Mapping[str, int] = {}
     """Optimizer groups that take a step after every so many updates, e.g. a policy that waits for its critic."""
     policy_groups: tuple[str, ...] = ()
-    """Optimizer groups that are policies: no step is taken where nobody follows one (`steps["GROUP/weight"]` is 0)."""
+    """Optimizer groups whose losses share no parameters: no step if nobody follows one (`steps["GROUP/weight"]` 0)."""
     replayed: int = 0
     """Steps T of the trajectories that `prepare` gets from replay, e.g. n of n-step targets; 0: no replay, it learns
     from what was just seen. Then `prepare` may return fewer rows than steps, or one more, `[T', B, ...]`; a recurrent

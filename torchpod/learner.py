@@ -6,6 +6,7 @@ compile time and a captured graph holds them all. Between them go the two sums o
 minibatches, and one flat gradient per optimizer step.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,9 @@ class Learner:
             raise ValueError(
                 f"policy_groups has {group!r}, the agent has optimizer groups {sorted(self.groups.names)}."
             )
+        alone = [group for group in self.groups.names if group not in agent.policy_groups]
+        self._passes = [*((group,) for group in alone), *([agent.policy_groups] if agent.policy_groups else [])]
+        """The groups whose gradients are those of one sum: a policy's loss has no other's parameters."""
         self._max_grad_norm = self._by_group("max_grad_norm", config.max_grad_norm)
         self._annealed = tuple(dict.fromkeys((*config.anneal, *agent.annealed)))
         compiler = compiler or Compiler(enabled=False)
@@ -462,12 +466,13 @@ class Learner:
         gradients: Variables = {}
         metrics: dict[str, Tensor] = {}
         priorities: tuple[Tensor, ...] = ()
-        for group, names in self.groups.names.items():
+        for groups in self._passes:
 
-            def loss_of(own: Variables, group: str = group) -> tuple[Tensor, Any]:
+            def loss_of(own: Variables, groups: tuple[str, ...] = groups) -> tuple[Tensor, Any]:
                 losses, *told = self.losses(params | own, buffers, targets, batch, keys)
-                return losses[group], told
+                return functools.reduce(torch.add, [losses[group] for group in groups]), told
 
+            names = [name for group in groups for name in self.groups.names[group]]
             own, told = torch.func.grad(loss_of, has_aux=True)({name: params[name] for name in names})
             metrics, priorities = told
             gradients |= own

@@ -225,6 +225,14 @@ def test_each_policy_takes_the_step_that_its_agent_takes_alone(seed, env, polici
         assert all((expected.params[key] - before[key]).any() for key in before)
 
 
+def test_each_policy_is_asked_for_its_loss_once_in_an_update(seed, monkeypatch):
+    asked, loss = [], PPO.loss
+    monkeypatch.setattr(PPO, "loss", lambda self, *args: [asked.append(self), loss(self, *args)][1])
+    agent = make(IPPO, seed, policies={"one": [0, 1], "two": [3], "three": [2], "four": [4], "five": [5]})
+    learned(agent, rollout(agent, seed), seed)
+    assert len(asked) == 2 * 5 and len(set(asked)) == 5  # two epochs
+
+
 def test_who_is_out_of_the_game_teaches_nothing_and_has_no_value_after_it(seed):
     agent = make(IPPO, seed)
     trajectory = rollout(agent, seed)
