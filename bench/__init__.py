@@ -1,8 +1,11 @@
 """Benchmarks: `torchpod bench SUITE`. Each suite is a module with `main(json_path, **knobs) -> exit status`."""
 
+import contextlib
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from torchpod.arguments import Parser
 
@@ -29,7 +32,11 @@ def main(argv: Sequence[str]) -> int:
 
     The status is 1 if a side failed, a peer was slower than its stated figure, the two sides did unequal work, a row
     missed its target, or, unless with `--json` or `--quick`, was better by more than a tenth when it was last measured
-    on such a machine (a fifth without a peer).
+    on such a machine (a fifth without a peer); 2 if nothing was measured, for want of a GPU. SIGTERM ends a suite with
+    its workers.
+
+    Raises:
+      ValueError: if an option is not for this suite, or its results could not be written; before anything is measured.
     """
     parser = Parser("torchpod bench", description="Runs one suite of benchmarks.")
     parser.add_argument("suite", choices=[*sorted(SUITES), "report"])
@@ -39,16 +46,39 @@ def main(argv: Sequence[str]) -> int:
         "--only", metavar="NAME[,NAME]", help=f"of {', '.join(HAVE_PARTS)}: the rows whose names begin so"
     )
     args = parser.parse_args(argv)
-    if args.only and args.suite not in HAVE_PARTS:
-        told = f"{', '.join(HAVE_PARTS[:-1])} and {HAVE_PARTS[-1]}"
-        raise ValueError(f"--only {args.only} is for the suites {told}; {args.suite} is run whole.")
-    report = importlib.import_module(f"{__name__}.report")
+    report, harness = (importlib.import_module(f"{__name__}.{name}") for name in ("report", "harness"))
     if args.suite == "report":
+        if others := [x for x in argv if x != "report"]:
+            raise ValueError(f"torchpod bench report renders all results and takes no {others[0]}: leave it out.")
         return report.main()
-    options = {"only": args.only} if args.only else {}
+    if args.only is not None and args.suite not in HAVE_PARTS:
+        told = f"{', '.join(HAVE_PARTS[:-1])} and {HAVE_PARTS[-1]}"
+        raise ValueError(f"--only {args.only!r} is for the suites {told}; {args.suite} is run whole.")
+    harness.check_writable(args.json)
+    options = {} if args.only is None else {"only": args.only}
     suite = importlib.import_module(f"{__name__}.{SUITES[args.suite]}")
-    status = suite.main(args.json, quick=args.quick, **options)
-    worse = [] if args.json or args.quick else report.regressed(args.suite)
+    with _ended_by_sigterm():
+        status = suite.main(args.json, quick=args.quick, **options)
+    if status == 2:
+        return 2
+    worse = report.regressed(args.suite) if args.json is None and not args.quick else []
     for sentence in worse:
         print(f"torchpod bench: {sentence}", file=sys.stderr)
     return 1 if status or worse else 0
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is an exception here, or the workers, in sessions of their own, would go on; in the main thread alone."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)

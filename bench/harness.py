@@ -546,10 +546,12 @@ def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:
     Raises:
       ValueError: if there is none.
     """
-    starts = (only or "").split(",")
+    if only is None:
+        return [*cases]
+    starts = only.split(",")
     for start in starts:
-        if (only and not start) or not any(case.name.startswith(start) for case in cases):
-            raise ValueError(f"--only {start} is no row of {suite}; {nearest(start, [case.name for case in cases])}")
+        if not start or not any(case.name.startswith(start) for case in cases):
+            raise ValueError(f"--only {start!r} is no row of {suite}; {nearest(start, [case.name for case in cases])}")
     return [case for case in cases if case.name.startswith(tuple(starts))]
 
 
@@ -630,6 +632,24 @@ def finish(
     return 1 if failures else 0
 
 
+def check_writable(json_path: str | None) -> None:
+    """That `write_results` can write there, before an hour of measuring; the folder is made.
+
+    Raises:
+      ValueError: if it cannot.
+    """
+    path = RESULTS / "x.json" if json_path is None else Path(json_path)
+    if path.is_dir():
+        raise ValueError(f"--json wants a file for the rows, and {path} is a folder: name a file in it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"no rows can be written to {path.parent}: {error.strerror}; name a file elsewhere with --json."
+        ) from None
+
+
 def write_results(
     suite: str,
     rows: Sequence[Row],
@@ -643,7 +663,9 @@ def write_results(
     """Writes `bench/results/<suite>_<hardware>_<date>.json`, or `json_path`; returns where it lies."""
     machine = hardware()
     now = datetime.datetime.now(datetime.UTC)
-    path = Path(json_path) if json_path else RESULTS / f"{suite}_{machine['name']}_{now:%Y-%m-%d-%H%M%S}.json"
+    path = (
+        Path(json_path) if json_path is not None else RESULTS / f"{suite}_{machine['name']}_{now:%Y-%m-%d-%H%M%S}.json"
+    )
     document = {
         "format": FORMAT,
         "suite": suite,

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
 import types
@@ -84,11 +85,13 @@ def test_some_rows_alone(tmp_path, fake):
     _, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only=names)
     rates = [row["name"] for row in document["rows"] if row["unit"] != "s"]
     assert rates == ["ppo_cartpole/4", "ppo_minatar_breakout/64"]
-    with pytest.raises(ValueError, match="--only ppo_x is no row of anakin"):
+    with pytest.raises(ValueError, match="--only 'ppo_x' is no row of anakin"):
         anakin.main(cases=cases, only="ppo_cartpole,ppo_x")
-    with pytest.raises(ValueError, match="--only  is no row of anakin"):
+    with pytest.raises(ValueError, match="--only '' is no row of anakin"):
         anakin.main(cases=cases, only="ppo_cartpole,")
-    with pytest.raises(ValueError, match="--only ppo_kartpole is no row of anakin; .*ppo_cartpole/64"):
+    with pytest.raises(ValueError, match="--only '' is no row of anakin"):
+        anakin.main(cases=cases, only="")
+    with pytest.raises(ValueError, match="--only 'ppo_kartpole' is no row of anakin; .*ppo_cartpole/64"):
         run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases, only="ppo_kartpole")
 
 
@@ -214,6 +217,53 @@ def test_a_row_that_was_better_fails_the_bench_unless_it_is_written_elsewhere(mo
     monkeypatch.setattr(report, "regressed", lambda name: [f"{name}: slower."])
     assert bench.main(["population"]) == 1 and "torchpod bench: population: slower." in capsys.readouterr().err
     assert bench.main(["population", "--json", "x.json"]) == bench.main(["population", "--quick"]) == 0
+
+
+def test_without_a_gpu_no_stored_runs_are_compared(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(report, "regressed", lambda name: pytest.fail("nothing was measured"))
+    assert bench.main(["gpu"]) == 2
+
+
+def test_options_that_would_change_nothing_are_refused(monkeypatch):
+    monkeypatch.setattr(report, "main", lambda: pytest.fail("rendered"))
+    for option in (["--json", "x.json"], ["--quick"], ["--only", ""]):
+        with pytest.raises(ValueError, match=f"report renders all results and takes no {option[0]}"):
+            bench.main(["report", *option])
+    with pytest.raises(ValueError, match="--only '' is for the suites .*; population is run whole"):
+        bench.main(["population", "--only", ""])
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    suite = types.SimpleNamespace(main=lambda json_path, *, quick: pytest.fail("measured"))
+    monkeypatch.setitem(sys.modules, "torchpod.bench.population", suite)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="no rows can be written to .*file: .*; name a file elsewhere with --json"):
+        bench.main(["population", "--json", str(tmp_path / "file" / "x.json")])
+    with pytest.raises(ValueError, match="is a folder"):
+        bench.main(["population", "--json", str(tmp_path)])
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "file")
+    with pytest.raises(ValueError, match="no rows can be written"):
+        bench.main(["population"])
+    harness.check_writable(str(tmp_path / "new" / "x.json"))
+    assert [*(tmp_path / "new").iterdir()] == []
+
+
+def test_sigterm_ends_a_suite_with_its_workers(tmp_path, monkeypatch):
+    told, before = tmp_path / "pid", signal.getsignal(signal.SIGTERM)
+    code = f"""import os, signal, time
+open({str(told)!r}, "w").write(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)"""
+
+    def suite(json_path, *, quick):
+        harness.output_of([sys.executable, "-S", "-c", code], {}, "it", core=None)
+
+    monkeypatch.setitem(sys.modules, "torchpod.bench.population", types.SimpleNamespace(main=suite))
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["population", "--json", str(tmp_path / "x.json")])
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert not Path(f"/proc/{told.read_text()}").exists()
 
 
 def test_a_row_holds_seconds_load_and_return_of_every_round(tmp_path, fake):
