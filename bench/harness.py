@@ -202,9 +202,9 @@ def peers_python(device: str = "cpu") -> tuple[str, str | None]:
 
 def lacks_jax(python: str, device: str) -> str | None:
     """Why a Python cannot run JAX on a device, if so."""
-    code = f"import jax; jax.config.update('jax_platforms', {device!r}); jax.devices()"
+    code = f"import jax; jax.config.update('jax_platforms', {device!r}); jax.devices(); print('has JAX')"
     probe = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    if probe.returncode == 0:
+    if probe.returncode == 0 and _last_line(probe.stdout) == "has JAX":
         return None
     return f"{python} has no JAX for {device}: {_last_line(probe.stderr)}"
 
@@ -680,5 +680,7 @@ def write_results(
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")  # a file is there whole or not at all
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(path)
     return path

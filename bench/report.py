@@ -21,6 +21,10 @@ LEAST_SECONDS = 0.1
 # A run on an H100, whose environments alone were timed with sums that cost more than many an environment; f4da247 left
 # them out.
 WITH_SUMS = "220552d+changes"
+# What is read of every result file, of its `hardware` and of each of its rows.
+KEYS = ("suite", "date", "hardware", "commit", "calibration_gflops", "load_average", "failures", "rows")
+HARDWARE_KEYS = ("name", "cpu", "cores", "gpu")
+ROW_KEYS = ("name", "value", "unit", "peer", "ratio", "interval", "versions", "note")
 
 HEADER = """# Benchmarks
 
@@ -78,12 +82,27 @@ def load(results: Path) -> list[dict[str, Any]]:
     """
     documents = []
     for path in sorted(results.glob("*.json")):
-        document = json.loads(path.read_text())
+        try:
+            document = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}; move it out of {results}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"{path} is no benchmark result of format {FORMAT}; move it out of {results}")
+        if lacking := _lacking(document):
+            raise ValueError(f"{path} is a benchmark result without {', '.join(lacking)}; move it out of {results}")
         if not document.get("quick"):
             documents.append(document)
     return sorted(documents, key=lambda document: document["date"])
+
+
+def _lacking(document: Mapping[str, Any]) -> list[str]:
+    """What a page needs and a result file has not."""
+    wanted = (*KEYS, "sums") if document.get("suite") == "scaling" else KEYS
+    found = [key for key in wanted if key not in document]
+    found += [f"hardware.{key}" for key in HARDWARE_KEYS if key not in document.get("hardware", HARDWARE_KEYS)]
+    return found + [
+        f"rows[{i}].{key}" for i, row in enumerate(document.get("rows", ())) for key in ROW_KEYS if key not in row
+    ]
 
 
 def render(documents: Sequence[Mapping[str, Any]]) -> str:

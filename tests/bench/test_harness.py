@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -404,6 +405,9 @@ def test_missing_peers_are_explained(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHPOD_PEERS_PYTHON", sys.executable)
     reason = harness.peers_python()[1]
     assert reason is None or "has no JAX for cpu" in reason
+    for program in ("true", "echo"):
+        monkeypatch.setenv("TORCHPOD_PEERS_PYTHON", str(shutil.which(program)))
+        assert "has no JAX for cpu" in (harness.peers_python()[1] or "")
 
 
 def test_results_are_named_after_suite_hardware_and_date(tmp_path, monkeypatch):
@@ -412,6 +416,22 @@ def test_results_are_named_after_suite_hardware_and_date(tmp_path, monkeypatch):
     path = harness.write_results("anakin", [], failures=[], **results)
     assert path.parent == tmp_path
     assert path.name.startswith(f"anakin_{harness.hardware()['name']}_2")
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, write = tmp_path / "x.json", Path.write_text
+    path.write_text("before")
+
+    def full(self, text):
+        write(self, text[:10])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    results = {"calibration": {}, "load_average": (0.0,), "json_path": str(path)}
+    with pytest.raises(OSError, match="no space left"):
+        harness.write_results("anakin", [], failures=[], **results)
+    assert path.read_text() == "before"
 
 
 def test_a_benchmark_and_a_run_name_the_same_cpu():

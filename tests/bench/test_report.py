@@ -241,3 +241,14 @@ def test_main_reads_the_folder_leaves_out_quick_runs_and_refuses_foreign_files(t
     (results / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is no benchmark result"):
         report.load(results)
+
+
+def test_a_file_that_is_cut_off_or_lacks_something_is_named(tmp_path):
+    run, path = document("2030-01-01T00:00:00", "aaa", 1.0), tmp_path / "a.json"
+    path.write_text(json.dumps(run)[:-3])
+    with pytest.raises(ValueError, match=r"a\.json is no JSON: Expecting .*; move it out"):
+        report.load(tmp_path)
+    del run["date"], run["hardware"]["cpu"], run["rows"][0]["unit"]
+    path.write_text(json.dumps(run))
+    with pytest.raises(ValueError, match=r"a\.json is a .* without date, hardware\.cpu, rows\[0\]\.unit; move it out"):
+        report.load(tmp_path)
