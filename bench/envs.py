@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import MissingError, RowMaker, Worker
+from torchpod.bench.harness import Figures, MissingError, RowMaker, Worker
 
 NUM_ENVS = 2048
 STEPS_PER_CALL = 4_000_000
@@ -56,8 +56,10 @@ CASES = (
 )
 ALONE = ("covid_economy", "delayed_chain", "grid_world", "point_mass", "tag_continuous", "tag_gridworld")
 """Without a peer in gymnax."""
-PRODUCT, GFLOPS = "2048x64x64", 95.1
-"""Of the machine of the figures, as in anakin.py."""
+FIGURES = Figures(
+    "2048x64x64", 95.1, {f"{case.name}/{NUM_ENVS}": case.figure for case in CASES if case.figure is not None}
+)
+"""Of the machine of anakin.py's."""
 
 
 def main(
@@ -70,6 +72,7 @@ def main(
     repeats: int = 3,
     core: int | None = None,
     workers: tuple[Worker, Worker] | None = None,
+    figures: Figures = FIGURES,
     only: str | None = None,
 ) -> int:
     """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
@@ -103,13 +106,12 @@ def main(
             failures.append(f"{case.name}: {row.ratio:.2f} x {peer.name}, and the goal is {case.goal:.1f} x.")
         calibrations.append(harness.calibrate(core))
 
-    known = {f"{case.name}/{NUM_ENVS}": case.figure for case in cases if case.figure is not None and not quick}
     return harness.finish(
         "envs",
         rows,
         failures=failures,
         calibrations=calibrations,
-        figures=harness.Figures(PRODUCT, GFLOPS, known),
+        figures=None if quick else figures,
         load_average=load_average,
         json_path=json_path,
         extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},

@@ -570,15 +570,15 @@ class Figures:
     env_steps_per_s: Mapping[str, float]
 
 
-def below_figures(rows: Sequence[Row], figures: Figures, calibration: Mapping[str, float]) -> list[str]:
+def below_figures(rows: Sequence[Mapping[str, Any]], figures: Figures, calibration: Mapping[str, float]) -> list[str]:
     """One sentence for each row whose peer was slower than `FLOOR_SHARE` of its figure on a machine of this speed."""
     scale, found = calibration[figures.product] / figures.gflops, []
     for row in rows:
-        figure = figures.env_steps_per_s.get(row.name)
-        if row.peer is None or figure is None or row.peer["value"] >= FLOOR_SHARE * scale * figure:
+        peer, figure = row["peer"], figures.env_steps_per_s.get(row["name"])
+        if peer is None or figure is None or peer["value"] >= FLOOR_SHARE * scale * figure:
             continue
         found.append(
-            f"{row.name}: {row.peer['name']} did {row.peer['value']:,.0f} env steps/s, below"
+            f"{row['name']}: {peer['name']} did {peer['value']:,.0f} env steps/s, below"
             f" {FLOOR_SHARE * scale * figure:,.0f} ({FLOOR_SHARE} x its figure {figure:,.0f} x {scale:.2f} for this"
             f" machine's {figures.product} product), so that the ratio flatters us: use a quiet machine or repair the"
             " driver."
@@ -621,9 +621,10 @@ def finish(
       **results: the others of `write_results`.
     """
     calibration = {product: max(c[product] for c in calibrations) for product in (calibrations or ({},))[0]}
-    failures = [*failures, *(below_figures(rows, figures, calibration) if figures else ())]
+    told = [dataclasses.asdict(row) for row in rows]
+    failures = [*failures, *(below_figures(told, figures, calibration) if figures else ())]
     if not (results.get("extra") or {}).get("quick"):
-        failures += missed(suite, [dataclasses.asdict(row) for row in rows])
+        failures += missed(suite, told)
     failures = list(dict.fromkeys(failures))
     path = write_results(suite, rows, failures=failures, calibration=calibration, **results)
     print(f"{len(rows)} rows in {path}")

@@ -1,5 +1,6 @@
 """Suite envs: the worker counts transitions, and rows are judged by goals and figures."""
 
+import dataclasses
 import json
 import sys
 
@@ -31,26 +32,27 @@ print(json.dumps({
 """
 
 
-def run(tmp_path, monkeypatch, case, ours=200.0, peer=100.0, **settings):
-    monkeypatch.setattr(harness, "calibrate", lambda core: {envs.PRODUCT: envs.GFLOPS})
+def run(tmp_path, monkeypatch, case, ours=200.0, peer=100.0, figure=100.0, **settings):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {envs.FIGURES.product: envs.FIGURES.gflops})
     workers = []
     for name, rate in (("torchpod", ours), ("gymnax", peer)):
         path = tmp_path / f"{name}.py"
         path.write_text(FAKE.replace("RATE", str(rate)))
         workers.append(harness.Worker(name, (sys.executable, str(path))))
     out = tmp_path / "out.json"
-    status = envs.main(str(out), cases=[case], alone=(), rounds=2, workers=tuple(workers), **settings)
+    figures = dataclasses.replace(envs.FIGURES, env_steps_per_s={"x/2048": figure})
+    status = envs.main(str(out), figures=figures, cases=[case], alone=(), rounds=2, workers=tuple(workers), **settings)
     return status, json.loads(out.read_text())
 
 
 def test_a_ratio_is_a_row(tmp_path, monkeypatch):
-    status, document = run(tmp_path, monkeypatch, Case("x", "X-v0", 1, figure=100.0, goal=2.0))
+    status, document = run(tmp_path, monkeypatch, Case("x", "X-v0", 1, goal=2.0))
     (row,) = document["rows"]
     assert (status, row["name"], row["ratio"], document["failures"]) == (0, "x/2048", 2.0, [])
 
 
 def test_a_goal_that_is_missed_and_a_slow_peer_fail(tmp_path, monkeypatch):
-    status, document = run(tmp_path, monkeypatch, Case("x", "X-v0", 1, figure=1000.0, goal=2.5))
+    status, document = run(tmp_path, monkeypatch, Case("x", "X-v0", 1, goal=2.5), figure=1000.0)
     assert status == 1
     missed, slow = document["failures"]
     assert missed == "x: 2.00 x gymnax, and the goal is 2.5 x."
