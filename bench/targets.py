@@ -59,7 +59,7 @@ _GPU = {
 _COMPILE = Target(ratio=3.0)
 _FIRST = Target(
     ratio=3.0,
-    bound="g++, once per machine: torch's header and our own libraries, 13 s on a core of an Intel Xeon, which for JAX "
+    bound="g++, once per machine: torch's header and our own libraries, 16 s on a core of an Intel Xeon, which for JAX "
     "are in its wheel; not tried: wheels that hold them, each for one processor",
 )
 _WARM = Target(
@@ -69,6 +69,9 @@ _WARM = Target(
     "tracing, a quarter imports, a quarter inductor's passes and look-ups; tried: garbage collections and searches "
     "left out (quicker.py), no iteration that is thrown away (docs/design.md, section 4)",
 )
+
+# What its bound takes is to be measured.
+_TRAIN_WARM = Target(seconds=5.0, bound="Python's and torch's imports and the tracing of programs")
 
 
 def _ppo(*targets: tuple[str, float, float, str]) -> dict[str, Target]:
@@ -91,7 +94,7 @@ TARGETS: Mapping[str, Mapping[str, Target]] = {
         ("ppo_minatar_breakout/64", 1.3, 100_000, ""),
         ("ppo_minatar_breakout/1024", 1.3, 84_000, ""),
     )
-    | {"compile_first_ppo_cartpole/1024": _FIRST},
+    | {"compile_first_ppo_cartpole/1024": _FIRST, "train_warm_cartpole/1024": _TRAIN_WARM},
     "population": _ppo(
         ("population_ppo_cartpole/16x4", 1.0, 330_000, _POPULATION),
         ("population_ppo_cartpole/64x4", 1.0, 294_000, _POPULATION),
@@ -113,13 +116,17 @@ TARGETS: Mapping[str, Mapping[str, Target]] = {
 
 
 def outcome(target: Target, row: Mapping[str, Any]) -> tuple[str, str]:
-    """The target in words; and "met", "missed" or "not measured"."""
+    """The target in words; and "met", "met, not in every round" (of a ratio), "missed" or "not measured"."""
     got, limit, unit = _sides(target, row)
     less = row["unit"] in LESS_IS_BETTER
     wanted = f"{'<=' if less else '>='} {_number(limit)} {unit}"
     if got is None:
         return wanted, "not measured"
-    return wanted, "met" if (got <= limit if less else got >= limit) else "missed"
+    reached = (lambda x: x <= limit) if less else (lambda x: x >= limit)
+    if not reached(got):
+        return wanted, "missed"
+    rounds = row["interval"] if target.ratio is not None else ()
+    return wanted, "met" if all(map(reached, rounds)) else "met, not in every round"
 
 
 def beside_stated(target: Target, row: Mapping[str, Any]) -> str:

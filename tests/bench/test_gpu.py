@@ -175,7 +175,7 @@ def test_waves_fit_into_memory_and_sides_that_do_not_fit_together_run_apart():
 
 def test_targets_hold_up_to_4096_environments_and_from_65536_on():
     def row(name, value=None, ratio=None, unit="env_steps/s"):
-        return {"name": name, "value": value, "ratio": ratio, "unit": unit}
+        return {"name": name, "value": value, "ratio": ratio, "interval": (ratio, ratio), "unit": unit}
 
     def missed(*rows):
         return targets.missed("gpu", rows)
