@@ -3,8 +3,8 @@
     torchpod bench anakin [--json FILE] [--quick] [--only NAME]
 
 Time is a budget: environment only, + policy, + update, with the share that the networks' matrix products need at the
-rate of calibrate.py (floor.py has the formula); compile time cold and warm beside it, and once that of the first
-start on a machine, which makes our own libraries and the precompiled header as well. The JAX driver is our own; rows
+rate of calibrate.py (floor.py has the formula); compile time cold and warm beside it, and that of the first start on a
+machine, which makes our own libraries and the precompiled header as well. The JAX driver is our own; rows
 `rejax_...` have PPO of a third party beside torchpod's, and the suite fails where that is faster than our driver.
 Read harness.py first.
 """
@@ -106,7 +106,7 @@ def main(
       json_path: where the rows go; None for bench/results/.
       quick: one size (1024) and two rounds of one call: whether everything works, not how fast it is.
       cases: what to measure.
-      rounds: times that each side runs, in turn, and times that it compiles cold.
+      rounds: times that each side runs, in turn, compiles cold and, of `FIRST`, starts first.
       repeats: timed calls in a round.
       core: the core that both sides are pinned to; None for the last one.
       workers: torchpod's and the peer's; None for the real ones.
@@ -151,14 +151,9 @@ def main(
         rows.append(row)
         print(describe(row), flush=True)
         if case.mode == "update" and case.cores == 1 and case.peer == "jax" and case.num_envs <= 4096:
-            again = [case_arguments(case, 1, learn=False, seed=i) for i in range(1, rounds)]
-            colds = [harness.interleave((ours, peer), [one], core=pinned) for one in again if not quick]
-            new = compile_rows(make, case.name, (ours, peer), [results, *colds])
-            if case == FIRST and not quick:
-                first = first_start(ours, case_arguments(case, 1, learn=False, seed=0), pinned)
-                beside = b if isinstance(b, WorkerError) else b[:1]
-                new.append(make.compile_time(f"compile_first_{case.name}", first, beside, peer_name=peer.name))
-                failures += [f"{new[-1].name}: {first}"] if isinstance(first, WorkerError) else []
+            colds, firsts = ([], []) if quick else starts_again((ours, peer), case, rounds, pinned)
+            new = compile_rows(make, case.name, (ours, peer), [results, *colds], firsts)
+            failures += [f"compile_first_{case.name}: {first}" for first in firsts if isinstance(first, WorkerError)]
             if case == FIRST and not quick and not workers:
                 try:
                     new.append(warm_run(make, case.num_envs, pinned, repeats))
@@ -244,26 +239,55 @@ def case_arguments(case: Case, repeats: int, *, learn: bool, seed: int) -> list[
     return [str(x) for x in (*arguments, "--seed", seed, "--json")]
 
 
+def starts_again(
+    workers: tuple[Worker, Worker], case: Case, rounds: int, core: int | Sequence[int] | None
+) -> tuple[list[dict[str, Measured]], list[Measured]]:
+    """A cold start for every round but the first, which has one; of `FIRST` a first start for each, in turn with them.
+
+    Args:
+      workers: torchpod's and the peer's.
+      case: what starts.
+      rounds: of the case.
+      core: the core that all are pinned to.
+    """
+    colds, firsts = [], []
+    for seed in range(rounds):
+        arguments = case_arguments(case, 1, learn=False, seed=seed)
+        if seed > 0:
+            colds.append(harness.interleave(workers, [arguments], core=core))
+        if case == FIRST:
+            firsts.append(first_start(workers[0], arguments, core))
+    return colds, firsts
+
+
 def compile_rows(
-    make: RowMaker, case: str, workers: tuple[Worker, Worker], starts: Sequence[Mapping[str, Measured]]
+    make: RowMaker,
+    case: str,
+    workers: tuple[Worker, Worker],
+    starts: Sequence[Mapping[str, Measured]],
+    firsts: Sequence[Measured] = (),
 ) -> list[Row]:
-    """Seconds to compile the whole of PPO, cold and warm.
+    """Seconds to compile the whole of PPO: cold, warm, and in torchpod's first starts beside the peer's cold ones.
 
     Args:
       make: of rows.
       case: its name.
       workers: torchpod's and the peer's.
       starts: runs by worker, each with caches that were empty in its first round, and full in the later ones.
+      firsts: one for each of these.
     """
-    cold, warm = list[Measured](), list[Measured]()
-    for worker in workers:
-        runs = [start[worker.name] for start in starts]
-        failed = next((run for run in runs if isinstance(run, WorkerError)), None)
-        done = [run for run in runs if not isinstance(run, WorkerError)]
-        cold.append(failed or [run[0] for run in done])
-        warm.append(failed or [x for run in done for x in run[1:]])
-    kinds = (("cold", cold), ("warm", warm))
+    cold, warm = (
+        [joined([start[worker.name] for start in starts], rounds) for worker in workers]
+        for rounds in (slice(0, 1), slice(1, None))
+    )
+    kinds = [("cold", cold), ("warm", warm), *([("first", [joined(firsts), cold[1]])] if firsts else [])]
     return [make.compile_time(f"compile_{kind}_{case}", a, b, peer_name=workers[1].name) for kind, (a, b) in kinds]
+
+
+def joined(runs: Sequence[Measured], rounds: slice = slice(None)) -> Measured:
+    """Those rounds of every run; the first error, if one failed."""
+    failed = next((run for run in runs if isinstance(run, WorkerError)), None)
+    return failed or [m for run in runs if not isinstance(run, WorkerError) for m in run[rounds]]
 
 
 def make_libraries(ours: Worker, core: int | None) -> None:

@@ -343,8 +343,11 @@ def test_the_first_start_on_a_machine_finds_no_library_and_no_header(tmp_path, f
     status, document = run_suite(tmp_path, *sides, cases=[Case(64), Case(1024)])
     assert status == 0 and document["failures"] == []
     (row,) = (row for row in document["rows"] if row["name"].startswith("compile_first"))
-    assert row["name"] == "compile_first_ppo_cartpole/1024" and len(row["repeats"]) == 1
-    assert row["peer"]["name"] == "jax" and row["peer"]["repeats"] == [5.0]
+    assert row["name"] == "compile_first_ppo_cartpole/1024" and len(row["repeats"]) == document["rounds"] == 2
+    assert row["peer"]["name"] == "jax" and row["peer"]["repeats"] == [5.0, 5.0]
+    took = [line for line in (tmp_path / "log").read_text().split("\n") if line.endswith("1024")]
+    both = ["torchpod update 1024", "jax update 1024"]
+    assert took == [*both, *both, both[0], *both, both[0]]  # the rounds, then cold and first starts in turn
     told = """
 import os, sys, tempfile
 from torchpod.gxx import _library_folder
@@ -355,6 +358,21 @@ sys.exit(" ".join(map(str, [*folders, [len(os.listdir(x)) if os.path.exists(x) e
     result = anakin.first_start(Worker("torchpod", (sys.executable, "-c", told)), [], None)
     libraries, header, *sizes = str(result).split(": ")[1].split(" ")
     assert "torchpod-bench-" in libraries and "torchpod-bench-" in header and sizes == ["[0,", "0]"]
+
+
+def test_a_first_start_is_held_against_the_cold_one_of_its_round(tmp_path, fake):
+    sides, arguments = (
+        (fake("torchpod", 3000), fake("jax", 2000)),
+        anakin.case_arguments(Case(64), 1, learn=False, seed=0),
+    )
+    m = harness.run_worker(sides[0], arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    starts = [{"torchpod": [m], "jax": [{**m, "compile_s": x}, {**m, "compile_s": 0.1}]} for x in (10.0, 5.0)]
+    firsts = [[{**m, "compile_s": x}] for x in (30.0, 20.0)]
+    rows = anakin.compile_rows(RowMaker(), "x", sides, starts, firsts)  # pyright: ignore[reportArgumentType]
+    assert [row.name for row in rows] == ["compile_cold_x", "compile_warm_x", "compile_first_x"]
+    assert rows[2].interval == (3.0, 4.0) and rows[2].ratio == 3.5
+    failed = anakin.compile_rows(RowMaker(), "x", sides, starts, [firsts[0], WorkerError("no g++")])  # pyright: ignore[reportArgumentType]
+    assert failed[2].value is None and failed[2].note == "no g++" and failed[2].peer is not None
 
 
 def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):
