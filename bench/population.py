@@ -58,11 +58,9 @@ def main(
             arguments = [case_arguments(members, num_envs, repeats, learn=not quick, seed=i) for i in range(rounds)]
             results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
             a, b = results[ours.name], results[peer.name]
-            both = [*arguments[0], "--threads", "2"]
+            both = [[*one, "--threads", "2"] for one in arguments]
             cores = None if core is None else sorted(os.sched_getaffinity(0))[-2:]
-            two = harness.interleave(
-                (ours, peer), [both] * rounds, core=cores, cache_dir=Path(cache), timeout_s=TWO_CORES_S
-            )
+            two = harness.interleave((ours, peer), both, core=cores, cache_dir=Path(cache), timeout_s=TWO_CORES_S)
         rows.append(make.rate(name, a, b, peer_name=peer.name))
         again = [case_arguments(members, num_envs, 1, learn=False, seed=i) for i in range(1, rounds)]
         colds = [harness.interleave((ours, peer), [one], core=core) for one in again if not quick]

@@ -27,6 +27,18 @@ def test_rows_are_ratios_on_one_core_and_on_two(tmp_path, fake):
     assert (two["name"], two["ratio"]) == ("population_ppo_cartpole/16x4 on 2 cores", pytest.approx(1.5))
 
 
+def test_every_round_has_seeds_of_its_own(tmp_path, fake, monkeypatch):
+    run_worker, seeds = harness.run_worker, {False: [], True: []}
+
+    def told(worker, arguments, **knobs):
+        seeds["--threads" in arguments].append(arguments[arguments.index("--seed") + 1])
+        return run_worker(worker, arguments, **knobs)
+
+    monkeypatch.setattr(harness, "run_worker", told)
+    run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
+    assert seeds[True] == ["0", "0", "100", "100"] == seeds[False][:4]  # both sides, in turn
+
+
 def test_a_peer_that_hangs_on_two_cores_is_told(tmp_path, fake, monkeypatch):
     script = next(Path(x) for x in fake("jax", 1.0).command if x.endswith(".py"))
     hang = "import sys, time\nif 'jax' in sys.argv and '--threads' in sys.argv: time.sleep(60)\n"
