@@ -237,8 +237,9 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
     why = f": {k} ranks share {cores} cores, and a sum waits until each has had its turn on one" if k > cores else ""
     lines += [
         "",
-        f"The model is off most with {k} ranks and {n:,} bytes: {measured:,.0f} us measured, {model:,.0f} by the model,"
-        f" {measured / model:.1f} x{why}. {_nearest(two['alone'], few, size, network)}",
+        f"Of sums alone the model is off most with {k} ranks and {n:,} bytes: {measured:,.0f} us measured, {model:,.0f}"
+        f" by the model, {measured / model:.1f} x{why}. {_inside(found, network, size)}"
+        f"{_exact(two['alone'], few, network)} {_nearest(two['alone'], few, size, network)}",
         "",
         *_prediction(one, two, few, gpu, machine, backend),
     ]
@@ -276,6 +277,30 @@ def _sums(own: Mapping[str, Any]) -> str:
         f" ({config.num_epochs} epochs x {config.num_minibatches} minibatches), which are nearly all of the bytes,"
         f" {config.num_epochs} of the advantages' moments and {num_sums - updates - config.num_epochs} of metrics and"
         " episodes"
+    )
+
+
+def _inside(found: Mapping[tuple[str, int], Mapping[str, Any]], network: Network, size: float) -> str:
+    """What the model is off by inside iterations."""
+    off = {
+        f"{kind} scaling with {k} ranks": own["share_summing"] * own["iteration_s"] / (sums * network.sum_s(k, size))
+        for (kind, k), own in found.items()
+        if (sums := own["sums_per_iteration"]) > 0 and k > 1
+    }
+    worst = max(off, key=lambda name: off[name])
+    return (
+        f"Inside iterations a sum takes {min(off.values()):.1f} to {off[worst]:.1f} x what the model says (summing"
+        f" beside the model, in the first table), most in {worst}."
+    )
+
+
+def _exact(alone: Mapping[str, float], ranks: int, network: Network) -> str:
+    """That the model says nothing where it was fitted; with many ranks it does, for it takes a tree there."""
+    ends = min(map(int, alone)), max(map(int, alone))
+    if not all(math.isclose(network.sum_s(ranks, n), alone[str(n)], rel_tol=0.01) for n in ends):
+        return ""
+    return (
+        f" With {ranks} ranks it is exact at {ends[0]:,} and {ends[1]:,} bytes by construction: it was fitted to these."
     )
 
 

@@ -120,11 +120,21 @@ def test_the_page_says_where_the_model_is_off_and_why():
     text = scaling.render(measured(), None)
     # a tree of 4 messages, each 100 us and 33
     assert "with 4 ranks and 32,768 bytes: 4,249 us measured, 531 by the model, 8.0 x: 4 ranks share 2 cores" in text
+    # 3 % of 400 ms for 22 sums: 545 us each; by the model 2 messages with 100 us and 13, or a tree of 4 with 127
+    assert "Inside iterations a sum takes 1.1 to 2.4 x what the model says" in text
+    assert "most in weak scaling with 2 ranks. With 2 ranks it is exact at 8 and 16,777,216 bytes by" in text
     # 2 messages, each 100 us and half of 32,768 bytes
     assert (
         "has 27 kB in the mean, and 32,768 bytes were measured: with 2 ranks 233 us, where the model says 233." in text
     )
     assert "16 of gradients, one for each update (4 epochs x 4 minibatches)" in text
+
+
+def test_the_model_is_not_called_exact_where_it_takes_a_tree():
+    """With 4 ranks the fit has 6 messages of a ring, and a tree of 8 bytes takes 4."""
+    alone = {str(n): 1e-3 + n / 1e9 for n in (8, 2**24)}
+    assert scaling._exact(alone, 4, scaling.fit(alone, 4)) == ""
+    assert "by construction" in scaling._exact(alone, 2, scaling.fit(alone, 2))
 
 
 def test_the_page_names_the_backend_that_was_used():
