@@ -5,12 +5,13 @@ the run before it on the same machine, and the history of the ratio by commit.
 """
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchpod.bench import anakin, envs, population, scaling
-from torchpod.bench.harness import FORMAT, RESULTS, ROOT, below_figures
+from torchpod.bench.harness import FORMAT, LEARNED, RESULTS, ROOT, below_figures
 from torchpod.bench.targets import LESS_IS_BETTER, MORE_IS_BETTER, TARGETS, beside_stated, missed, outcome
 
 DOCS = ROOT / "docs"
@@ -20,6 +21,8 @@ FIGURES = {"anakin": anakin.FIGURES, "envs": envs.FIGURES, "population": populat
 # A change of the ratio to the peer that is more than noise between two runs on the same machine.
 REGRESSION = 0.1
 LEAST_SECONDS = 0.1
+OTHER_SPEED = 0.1
+"""Of a matrix product, by which a machine differs between two runs."""
 # A run on an H100, whose environments alone were timed with sums that cost more than many an environment; f4da247 left
 # them out.
 WITH_SUMS = "220552d+changes"
@@ -50,8 +53,9 @@ and torchpod deals the steps of each environment to the minibatches, cheaper wor
 is that torchpod skips the zeros of Breakout's observations in the first layer (33 of 400 numbers are set), which XLA
 multiplies. A time limit is the end of an episode to JAX, as in purejaxrl, while torchpod goes on with the value of the
 last observation; on Pendulum every episode ends so. Until 2026-11-28 Pendulum had the settings of CartPole, with which
-neither side learned it. tests/bench/test_jax_ppo.py holds equal: parameters, gradients and settings, steps and ends of
-CartPole and Pendulum, advantages, clip, Adam and annealing.
+neither side learned it; its rows on a GPU are of these. On a GPU torchpod's networks use tanh.approx.f32 (relative
+error 2^-11) where products are in TF32; JAX's jnp.tanh is float32's. tests/bench/test_jax_ppo.py holds equal:
+parameters, gradients and settings, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
 
 Both sides of a row on one core are pinned to the same one, `core` in the JSON, with one thread each (a row "on 2 cores"
 has two); without `core` nothing is pinned. Of each row on a CPU with a peer the JSON has the `threads` of both
@@ -223,8 +227,8 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
         + ".",
         "",
     ]
-    if latest["parts"]:
-        lines += [f"Parts of it since then: {'; '.join(map(_part, latest['parts']))}.", ""]
+    if parts := [_part(run, latest["calibration_gflops"]) for run in latest["parts"]]:
+        lines += [f"Parts of it since then: {'; '.join(parts)}.", ""]
     targets = TARGETS.get(latest["suite"], {})
     if targets:
         lines += ["| row | torchpod | peer | ratio | target | note |", "|---|--:|--:|--:|---|---|"]
@@ -272,11 +276,16 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _part(run: Mapping[str, Any]) -> str:
+def _part(run: Mapping[str, Any], of_whole: Mapping[str, float]) -> str:
+    """A run of a part; its first matrix product too, where the machine had another speed than in the whole run."""
     took = f" in {run['wall_s'] / 60:.1f} min" if "wall_s" in run else ""
-    return (
-        f"{len(run['rows'])} rows{took}, {run['date'][:10]}, commit {run['commit']}, load {run['load_average'][0]:.2f}"
-    )
+    told = f"{len(run['rows'])} rows{took}, {run['date'][:10]}, commit {run['commit']}"
+    products = [
+        f"{name} {rate:.0f} GFLOP/s"
+        for name, rate in run["calibration_gflops"].items()
+        if abs(rate / of_whole.get(name, rate) - 1) > OTHER_SPEED
+    ]
+    return ", ".join([told, f"load {run['load_average'][0]:.2f}", *products[:1]])
 
 
 def _in_history(row: Mapping[str, Any]) -> str:
@@ -303,10 +312,20 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
     elif row["ratio"] is not None:
         peer = "-"
-    note = row["note"].replace("|", "\\|")
+    notes = [row["note"].replace("|", "\\|"), _unlearned(row)]
     if row["name"].startswith("outside_env_") and row.get("commit") == WITH_SUMS:
-        note = "; ".join(filter(None, [note, "too low: the environments were timed with sums, since f4da247 without"]))
+        notes.append("too low: the environments were timed with sums, since f4da247 without")
+    note = "; ".join(filter(None, notes))
     return [row["name"], _number(row["value"], row["unit"]), peer, ratio, note]
+
+
+def _unlearned(row: Mapping[str, Any]) -> str:
+    """Which sides did not learn Pendulum; "" if both did, or nothing is known."""
+    if not row["name"].startswith("ppo_pendulum/"):
+        return ""
+    returns = {side: [x["episode_return"] for x in rounds] for side, rounds in row.get("rounds", {}).items()}
+    sides = [side for side, xs in returns.items() if None in xs or statistics.mean(xs) < LEARNED["pendulum"]]
+    return "neither side learned" if len(sides) == 2 else "".join(f"{side} did not learn" for side in sides)
 
 
 def _number(value: float | None, unit: str) -> str:

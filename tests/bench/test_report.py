@@ -87,6 +87,32 @@ def test_shares_that_were_timed_with_sums_say_so():
     assert told not in report.render([run])
 
 
+@pytest.mark.parametrize(
+    ("ours", "peer", "told"),
+    [
+        ([-1100.0, -250.0], [-1100.0, None], "neither side learned"),
+        ([-250.0, -310.0], [-1100.0, -1100.0], "jax did not learn"),
+        ([-250.0, -310.0], [-200.0, -200.0], ""),
+    ],
+)
+def test_rows_of_pendulum_say_who_did_not_learn(ours, peer, told):
+    run = document("2030-01-01T00:00:00", "aaa", 1.0, note="x", suite="gpu")
+    sides = {"torchpod": ours, "jax": peer}
+    run["rows"][0]["name"] = "ppo_pendulum/1024"
+    run["rows"][0]["rounds"] = {side: [{"episode_return": x} for x in xs] for side, xs in sides.items()}
+    assert f"| {'; '.join(filter(None, ['x', told]))} |" in report.render([run])
+    run["rows"][0]["name"] = "ppo_cartpole/1024"
+    assert "| x |" in report.render([run])
+
+
+def test_a_part_that_a_faster_or_slower_machine_measured_says_so():
+    whole = document("2030-01-01T00:00:00", "aaa", 1.0)
+    part = document("2030-01-02T00:00:00", "bbb", 1.0, only="ppo")
+    for gflops, told in ((43.0, "load 0.10."), (45.0, "load 0.10, 2048x64x64 45 GFLOP/s."), (35.0, "64 35 GFLOP/s.")):
+        part["calibration_gflops"]["2048x64x64"] = gflops
+        assert f"{told}\n" in report.render([whole, part])
+
+
 def test_peers_of_stored_runs_are_held_against_the_figures_of_today():
     old = "ppo_cartpole/1024: jax did 100,000 env steps/s, below 200,000 (0.9 x its figure 555,000 x 0.42 for it)."
     run = document("2030-01-01T00:00:00", "aaa", 1.23, failures=[old, "other."])
