@@ -90,7 +90,7 @@ class _Builder:
         if any(isinstance(x, dict | Discrete) for x in leaves.values()):
             raise ValueError(
                 f"algo=torchrl has networks for tensors of numbers, and {spec.name} has the observation {observation}; "
-                "build actor and loss yourself (docs/torchrl-losses.md)."
+                "add '+env.transforms=[flatten]', or build actor and loss yourself (docs/torchrl-losses.md)."
             )
         self.spec, self.config = spec, config
         shapes = {key: x.shape for key, x in leaves.items()}

@@ -8,7 +8,6 @@ agents).
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.env import Env, TensorEnv, where
 from torchpod.envs.arguments import at_least, number
+from torchpod.ops.features import features, one_hot, width
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.types import FIRST, MID, TimeStep, Tree
 
@@ -199,10 +199,10 @@ class RewardClip(Transform):
 
 
 class Flatten(Transform):
-    """One float32 vector of all that is observed, in the order of the names; bytes are scaled to [0, 1].
+    """One float32 vector of all that is observed, in the order of the names.
 
-    An `action_mask` stays beside it: then the observation is `{"observation": ..., "action_mask": ...}`. Groups of
-    agents stay apart.
+    Bytes are scaled to [0, 1], and a Discrete is zeros with a single 1. An `action_mask` stays beside it: then the
+    observation is `{"observation": ..., "action_mask": ...}`. Groups of agents stay apart.
     """
 
     def __init__(self, env: Env) -> None:
@@ -213,24 +213,21 @@ class Flatten(Transform):
 
     def show(self, timestep: TimeStep) -> TimeStep:
         """Flattens."""
-        seen = timestep.observation
+        seen, spec = timestep.observation, self.env.spec.observation
         if self.spec.groups is None:
-            return timestep._replace(observation=self._flat(seen, 1))
-        return timestep._replace(observation={g: self._flat(x, 2) for g, x in seen.items()})
+            return timestep._replace(observation=self._flat(seen, spec))
+        return timestep._replace(observation={g: self._flat(x, spec[g]) for g, x in seen.items()})
 
     @staticmethod
     def _flat_spec(spec: SpecTree) -> SpecTree:
-        flat = Array((sum(math.prod(leaf.shape) for _, leaf in _entries(spec)),))
+        flat = Array((sum(width(leaf) for _, leaf in _entries(spec)),))
         masked = isinstance(spec, dict) and "action_mask" in spec
         return {"observation": flat, "action_mask": spec["action_mask"]} if masked else flat
 
     @staticmethod
-    def _flat(observation: Tree, num_leading: int) -> Tree:
-        columns = []
-        for _, x in _entries(observation):
-            scaled = x.float() / 255 if x.dtype == torch.uint8 else x.float()
-            columns.append(scaled.reshape(*x.shape[:num_leading], -1))
-        flat = torch.cat(columns, -1)
+    def _flat(observation: Tree, spec: SpecTree) -> Tree:
+        pairs = zip(_entries(observation), _entries(spec), strict=True)
+        flat = torch.cat([features(x, leaf) for (_, x), (_, leaf) in pairs], -1)
         masked = isinstance(observation, dict) and "action_mask" in observation
         return {"observation": flat, "action_mask": observation["action_mask"]} if masked else flat
 
@@ -252,7 +249,7 @@ class OneHot(Transform):
                 return {k: encode(s, x[k]) for k, s in spec.items()}
             if not isinstance(spec, Discrete):
                 return x
-            return (x[..., None] == torch.arange(spec.num_values, device=x.device)).float()
+            return one_hot(x, spec.num_values)
 
         return timestep._replace(observation=encode(self.env.spec.observation, timestep.observation))
 

@@ -64,7 +64,7 @@ def action_of(
 
 
 def spec_of(space: Any, where: str) -> SpecTree:
-    """The spec of an observation space. Images of bytes `[C, H, W]` become `[H, W, C]`, as everywhere here.
+    """The spec of an observation space. Images of bytes `[C, H, W]` become `[H, W, C]`, as everywhere; floats stay.
 
     Raises:
       ValueError: for a space that no agent here could read.
@@ -75,10 +75,9 @@ def spec_of(space: Any, where: str) -> SpecTree:
         return {name: spec_of(inner, f"{where}[{name!r}]") for name, inner in space.items()}
     if isinstance(space, spaces.Tuple):
         return {str(i): spec_of(inner, f"{where}[{i}]") for i, inner in enumerate(space)}
-    if isinstance(space, spaces.Discrete) and space.start == 0:
-        return Discrete(int(space.n))
     if isinstance(space, spaces.Discrete):
-        return Array(())  # a number that may be negative, or never 0: no index
+        # What begins below 0 is no index, and becomes a number.
+        return Discrete(int(space.start + space.n)) if space.start >= 0 else Array(())
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         channels_first = len(space.shape) == 3 and dtype == torch.uint8 and space.shape[0] < min(space.shape[1:])
@@ -116,11 +115,18 @@ def opened(mask: Tensor, action: SpecTree, acts: np.ndarray) -> tuple[Tensor, tu
 
 
 def to_tensors(observation: Any, spec: SpecTree) -> Tree:
-    """Arrays as tensors of the spec's types, which share their memory where the type is right; images as views."""
+    """Arrays as tensors of the spec's types, which share their memory where the type is right; images as views.
+
+    Raises:
+      ValueError: for an integer outside a Discrete.
+    """
     if isinstance(spec, dict):
         parts = dict(zip(spec, observation, strict=True)) if isinstance(observation, tuple) else observation
         return {name: to_tensors(parts[name], inner) for name, inner in spec.items()}
     tensor = torch.from_numpy(np.ascontiguousarray(observation)).to(spec.dtype)
+    if isinstance(spec, Discrete) and bool((wrong := (tensor < 0) | (tensor >= spec.num_values)).any()):
+        came, last = tensor[wrong][0].item(), spec.num_values - 1
+        raise ValueError(f"an observation is {came}, and its space is 0 to {last}; make them agree.")
     channels_first = tensor.shape[1:] != spec.shape and tensor.shape[1:] == (spec.shape[-1], *spec.shape[:-1])
     # Moving them costs many times what a copy does, which a device does better.
     return tensor.movedim(1, -1) if channels_first else tensor

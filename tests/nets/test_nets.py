@@ -1,6 +1,7 @@
 """Recurrent cells and torsos: against torch's, and the sizes that their papers give."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.r2d2 import R2D2, R2D2Config
 from torchpod.algos.sac import DiscreteSAC, SACConfig
 from torchpod.nets import GRUCell, LSTMCell, make_torso
-from torchpod.nets.nets import STATE
-from torchpod.specs import Array, Box, Discrete, EnvSpec, shape_of
+from torchpod.nets.nets import STATE, Encoder
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete, shape_of
 
 
 def test_the_gru_cell_equals_torchs():
@@ -40,6 +41,34 @@ def test_the_lstm_cell_equals_torchs():
     expected = theirs(x, (h, c))
     torch.testing.assert_close(ours.output(state), expected[0])
     torch.testing.assert_close(state, torch.cat(expected, -1))
+
+
+def test_an_observed_choice_is_a_one_among_zeros():
+    spec: dict[str, Any] = {
+        "a": Discrete(5),
+        "b": MultiDiscrete((2, 3)),
+        "c": Array((2, 2), torch.uint8),
+        "d": Discrete(3),
+        "e": Array(()),
+    }
+    encoder = Encoder(spec, [], "tanh")
+    assert encoder.out_features == 5 + 5 + 4 + 3 + 1
+    lead = (4, 7)
+    seen = {
+        "a": torch.randint(5, lead),
+        "b": torch.stack([torch.randint(2, lead), torch.randint(3, lead)], -1),
+        "c": torch.randint(256, (*lead, 2, 2), dtype=torch.uint8),
+        "d": torch.randint(3, lead),
+        "e": torch.randn(lead),
+    }
+    eye = torch.nn.functional.one_hot
+    parts = [eye(seen["a"], 5), eye(seen["b"][..., 0], 2), eye(seen["b"][..., 1], 3)]
+    parts += [seen["c"].flatten(-2) / 255, eye(seen["d"], 3), seen["e"][..., None]]
+    expected = torch.cat([x.float() for x in parts], -1)
+    torch.testing.assert_close(encoder(seen), expected, rtol=0, atol=0)
+    torch.testing.assert_close(torch.vmap(encoder)(seen), expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="one of 10001 values, and networks see one number for each of up to 10000"):
+        Encoder(Discrete(10_001), [8], "tanh")
 
 
 PARAMETERS = {

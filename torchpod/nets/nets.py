@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpod import specs
+from torchpod.ops.features import features, scaled, width
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 
@@ -175,8 +176,9 @@ def _seen(spec: specs.SpecTree, sees_state: bool = False) -> dict[str | None, An
 class Encoder(nn.Module):
     """Picks the network that fits an observation spec: `torso` for `[H, W, C]`, else an MLP on everything flattened.
 
-    Bytes are scaled to [0, 1]. A dict observation is flattened and concatenated in the order of its keys,
-    without its `action_mask`, and without its `STATE` unless it is to see that.
+    Bytes are scaled to [0, 1], and a Discrete is a vector of zeros with a single 1. A dict observation is flattened
+    and concatenated in the order of its keys, without its `action_mask`, and without its `STATE` unless it is to see
+    that.
 
     Args:
       spec: of the observation.
@@ -195,13 +197,12 @@ class Encoder(nn.Module):
         sees_state: bool = False,
     ) -> None:
         super().__init__()
-        self.names, leaves = zip(*_seen(spec, sees_state).items(), strict=True)
-        self.event_dims = [len(leaf.shape) for leaf in leaves]
-        self.is_image = torso is not None and len(leaves) == 1 and len(leaves[0].shape) == 3
+        self.names, self.specs = zip(*_seen(spec, sees_state).items(), strict=True)
+        self.is_image = torso is not None and len(self.specs) == 1 and len(self.specs[0].shape) == 3
         if torso is not None and self.is_image:
-            self.net: CNN | MLP = torso(leaves[0].shape)
+            self.net: CNN | MLP = torso(self.specs[0].shape)
         else:
-            self.net = MLP(sum(math.prod(leaf.shape) for leaf in leaves), hidden, activation)
+            self.net = MLP(sum(map(width, self.specs)), hidden, activation)
         self.out_features = self.net.out_features
 
     def forward(self, observation: Tensor | dict[str, Tensor]) -> Tensor:
@@ -211,14 +212,9 @@ class Encoder(nn.Module):
         else:
             leaves = [observation]
         if self.is_image:
-            return self.net(_scaled(leaves[0]))
-        pairs = zip(leaves, self.event_dims, strict=True)
-        flat = [_scaled(leaf).reshape(*leaf.shape[: leaf.ndim - dims], -1) for leaf, dims in pairs]
+            return self.net(scaled(leaves[0]))
+        flat = [features(leaf, spec) for leaf, spec in zip(leaves, self.specs, strict=True)]
         return self.net(flat[0] if len(flat) == 1 else torch.cat(flat, -1))
-
-
-def _scaled(x: Tensor) -> Tensor:
-    return x.float() / 255 if x.dtype == torch.uint8 else x.float()
 
 
 class GRUCell(nn.Module):

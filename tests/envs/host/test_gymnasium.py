@@ -148,6 +148,7 @@ def test_bounds_of_actions_are_those_of_the_space():
 
 def test_a_discrete_observation_that_starts_elsewhere_is_a_number():
     assert spec_of(spaces.Discrete(3, start=-1), "observation") == Array(())
+    assert spec_of(spaces.Discrete(3, start=2), "observation") == Discrete(5)
     assert spec_of(spaces.Discrete(3), "observation") == Discrete(3)
 
 
@@ -298,12 +299,13 @@ ONE = np.ones(1, np.float32)
         ((PAIR, {"a": ONE, "b": 1}, {"a": ONE}), "Wrong gave an observation without 'b', which its space has"),
         ((PAIR, {"a": ONE, "b": 1}, {"a": np.ones(2), "b": 1}), r"of shape \[2\], and the space says \[1\]"),
         ((spaces.Tuple([UNIT]), (ONE,), ()), "Wrong gave an observation without 0, which its space has"),
+        ((spaces.Discrete(5), 4, 5), "an observation is 5, and its space is 0 to 4; make them agree"),
         ((UNIT, ONE, ONE, np.ones(2)), r"Wrong gave a reward of shape \[2\]; give a number"),
         ((UNIT, ONE, ONE, None), "Wrong gave the reward None; give a number"),
         ((UNIT, ONE, ONE, 0.0, (None, False)), "Wrong gave terminated=None; give True or False"),
         ((UNIT, ONE, ONE, 0.0, (np.False_, 0.5)), "Wrong gave truncated=0.5; give True or False"),
     ],
-    ids=["none", "type", "entry", "shape", "tuple", "reward", "no reward", "terminated", "truncated"],
+    ids=["none", "type", "entry", "shape", "tuple", "range", "reward", "no reward", "terminated", "truncated"],
 )
 def test_what_does_not_fit_its_space_is_named(arguments, message, processes):
     env = Gymnasium(functools.partial(Wrong, *arguments), processes=processes)
