@@ -37,6 +37,8 @@ class IMPALA(ActorCritic):
 
     def __init__(self, spec: EnvSpec, config: IMPALAConfig = IMPALAConfig()) -> None:
         super().__init__(spec, config)
+        if config.rho_clip < config.c_clip:
+            raise ValueError(f"rho_clip={config.rho_clip:g} must be at least c_clip={config.c_clip:g}; raise it.")
         for name in ("discount", "lambda_", "rho_clip", "c_clip", "value_coefficient", "entropy_coefficient"):
             self.hyperparameter(name, getattr(config, name))
 

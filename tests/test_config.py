@@ -169,6 +169,8 @@ def refused(overrides: list[str]) -> str:
         ("logger=wandb", "logger=wandb is not known; known: default."),
         ("env.max_steps=3", "env.max_steps is no setting; did you mean env.max_episode_steps"),
         ("+env.max_steps=3", "env=cartpole takes no argument max_steps; did you mean max_episode_steps?"),
+        ("algo.agent.reward_clip=0", "algo.agent.reward_clip=0 must lie from 1e-09 to inf"),
+        ("+num_envs=4", "num_envs is there already; leave the plus sign out."),
         ("num_envs=many", "num_envs='many': expected an integer."),
         ("num_envs=1.5", "num_envs=1.5: expected an integer."),
         ("num_envs=true", "num_envs=True: expected an integer."),

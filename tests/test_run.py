@@ -391,6 +391,21 @@ class TestUserEnvironment:
         ):
             tp.train(env=MyEnv(), overrides=[given])
 
+    def test_what_is_no_environment_is_refused(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match=r"env is one int, which is no environment; it must be a TensorEnv"):
+            tp.train(env=3)
+        made = "def nothing():\n    return None\n\n\nclass Plain:\n    def step(self, action):\n        pass\n"
+        (tmp_path / "made.py").write_text(made)
+        for name, came in (("nothing", "None"), ("Plain", "one Plain")):
+            with pytest.raises(ConfigError, match=rf"{name} gives {came}, which is no environment; it must be a"):
+                tp.train(env=f"{tmp_path / 'made.py'}:{name}")
+        with pytest.raises(ConfigError, match="has no class nothin; did you mean nothing"):
+            tp.train(env=f"{tmp_path / 'made.py'}:nothin")
+
+    def test_one_text_is_no_list_of_overrides(self):
+        with pytest.raises(ConfigError, match=r"overrides='seed=1' is one text; write a list, \['seed=1'\]\."):
+            tp.train(env="cartpole", overrides="seed=1")
+
     def test_a_class_is_no_object(self):
         with pytest.raises(ConfigError, match=r"env=MyEnv is a class; hand over an environment, e.g. env=MyEnv\(\)\."):
             tp.train(env=MyEnv)

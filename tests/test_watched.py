@@ -103,6 +103,14 @@ def test_an_environment_whose_close_hangs_is_given_up(monkeypatch):
     assert time.monotonic() - began < 5 and [env.closing for env in envs] == [1, 1] and len(told) == 2
 
 
+def test_after_one_that_hangs_the_others_have_less_time(monkeypatch):
+    monkeypatch.setattr("torchpod.watched.CLOSE_S", 2.0)
+    envs, began = [Stuck() for _ in range(5)], time.monotonic()
+    with pytest.warns(UserWarning, match=r"has not come back for (2|0.5) s; it is given up.") as told:
+        close_all(envs)
+    assert 4.0 <= time.monotonic() - began < 8 and [env.closing for env in envs] == [1] * 5 and len(told) == 5
+
+
 def test_a_block_within_another_leaves_that_one_its_time():
     with pytest.raises(HostError, match="the valley has not answered for 0.5 s"):
         with watching("the valley has not answered", 0.5):

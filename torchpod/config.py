@@ -63,7 +63,7 @@ _RANGES = {
     "gae_lambda": (0.0, 1.0),
     "lambda_": (0.0, 1.0),
     "clip": (0.0, float("inf")),
-    "reward_clip": (0.0, float("inf")),
+    "reward_clip": (1e-9, float("inf")),
     "rho_clip": (0.0, float("inf")),
     "c_clip": (0.0, float("inf")),
     "alpha": (0.0, float("inf")),
@@ -208,13 +208,20 @@ class TrainConfig:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def listed(overrides: Sequence[str]) -> list[str]:
+    """The overrides as a list; a `ConfigError` for one text, whose letters would be taken for them."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r} is one text; write a list, [{overrides!r}].")
+    return list(overrides)
+
+
 def load(overrides: Sequence[str] = ()) -> TrainConfig:
     """Composes configs/train.yaml with overrides in Hydra's grammar.
 
     Raises:
       ConfigError: for anything that does not exist or does not fit.
     """
-    overrides = [item for each in overrides for item in _expanded(each)]
+    overrides = [item for each in listed(overrides) for item in _expanded(each)]
     grouped = _with_groups(overrides)
     named = {_key(item): item for item in grouped}
     if "loss" in named and named.get("algo", "algo=torchrl") != "algo=torchrl":
@@ -231,6 +238,8 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
             composed = compose("train", plain)
             values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException) as error:
+            if there := re.search(r"An item is already at '([^']*)'", str(error)):
+                raise ConfigError(f"{there[1]} is there already; leave the plus sign out.") from error
             raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
     assert isinstance(values, dict)
     settings = typing.cast(dict[str, Any], values)

@@ -18,7 +18,7 @@ from torchpod import envs
 from torchpod.arguments import Parser
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import CompileError, RecompilationError
-from torchpod.config import GROUPS, ConfigError, choices, load
+from torchpod.config import GROUPS, ConfigError, choices, listed, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
 from torchpod.run import LearnerError, NonFiniteErrorInRun, Run, execute
@@ -331,7 +331,7 @@ def train(**settings: Any) -> Run:
     Returns:
       The finished run.
     """
-    overrides = list(settings.pop("overrides", ()))
+    overrides = listed(settings.pop("overrides", ()))
     env = settings.pop("env", None)
     if isinstance(env, str):
         overrides.append(f"env={env}")

@@ -90,10 +90,21 @@ def _make_bare(config: dict[str, Any]) -> Env:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         own = {k: v for k, v in arguments.items() if k not in parameters or v != parameters[k].default}
         raise ConfigError(f"env={config['name']} cannot be made with {own}: {told}") from error
+    require_env(env, f"env={config['name']} gives")
     for name in wrapping:
         kind = "gymnasium.Env" if name == "processes" else "pettingzoo.ParallelEnv"
         raise ConfigError(f"env={config['name']} takes no argument {name}; it is no {kind}.")
     return env
+
+
+def require_env(env: Any, told: str) -> None:
+    """Raises `ConfigError`, with a sentence that begins with `told`, for what is no environment."""
+    if not (hasattr(env, "init") and hasattr(env, "step")):
+        raise ConfigError(
+            f"{told} {'None' if env is None else f'one {type(env).__name__}'}, which is no environment; it must be a "
+            "TensorEnv (docs/write-an-environment.md) or another Env of torchpod's, a gymnasium.Env, a "
+            "pettingzoo.ParallelEnv, a torchrl.envs.EnvBase or a brax Env."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +210,8 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
             f"{group}={name}: {path} cannot be imported: {sentence(error)} TORCHPOD_TRACEBACK=1 shows where."
         ) from error
     if not callable(getattr(module, attribute, None)):
-        public = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        kinds = inspect.isclass if group == "algo" else callable
+        public = [n for n, v in vars(module).items() if kinds(v) and v.__module__ == module.__name__ and n[0] != "_"]
         raise ConfigError(f"{group}={name}: {path} has no class {attribute}; {nearest(attribute, public)}")
     return getattr(module, attribute)
 
@@ -210,7 +222,9 @@ def check_arguments(maker: Callable[..., Any], arguments: Mapping[str, Any], wha
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in arguments:
         if name not in parameters and not takes_any:
-            raise ConfigError(f"{what} takes no argument {name}; {nearest(name, parameters)}")
+            raise ConfigError(
+                f"{what} takes no argument {name}; {nearest(name, parameters) if parameters else 'it takes none.'}"
+            )
     for name, parameter in parameters.items():
         required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if required and name not in arguments:

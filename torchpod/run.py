@@ -31,7 +31,7 @@ from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.envs.transforms import Transform
 from torchpod.evaluate import evaluate
-from torchpod.makers import make_agent, make_env
+from torchpod.makers import make_agent, make_env, require_env
 from torchpod.metrics import Logger, Sink
 from torchpod.policies import begun
 from torchpod.progress import ConsoleSink, UnreadError, advise
@@ -116,6 +116,7 @@ def execute(
                     f"env={kind} is one {module}.{base}, and a run needs many: hand over torchpod.envs.{door}({kind}) "
                     'with loop="sebulba".'
                 )
+        require_env(env, "env is")
         config = replace(config, env={"name": OBJECT + type(env).__name__}, given=(*config.given, "env"))
     source = resume_source(config)
     if source is not None:
@@ -154,6 +155,33 @@ def _execute(
 ) -> Run:
     if config.population > 1 and ranks.world_size > 1:
         raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
+    # Before there is anything to save a signal stops a run at once; torchrun ends all ranks.
+    beginning = StopFlag(ALONE, device, lambda: "stopped before it began", in_c=True)
+    with beginning if ranks.world_size == 1 else contextlib.nullcontext():
+        loop, env, started = _begin(config, source, ranks, device, env, make)
+    if isinstance(started, Run):
+        _close(loop)
+        return started
+    state, resumed_at, wall_s = started
+    run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
+    with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
+        try:
+            segments = _segments(loop, run_dir, source, resumed_at)
+            keeper = _Keeper(config, run_dir, loop.agent, ranks, segments, resumed_at or None)
+            return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
+        finally:
+            close_all([env])
+
+
+def _begin(
+    config: TrainConfig,
+    source: Path | None,
+    ranks: Ranks,
+    device: torch.device,
+    env: Env | None,
+    make: Callable[[], Agent] | None,
+) -> tuple[Anakin | Sebulba, Env, tuple[RunState, int, float] | Run]:
+    """The program of a run, its environment, and what `_start` says."""
     if env is None:
         with watching(f"env={config.env['name']} has not come back from being made", config.loop.timeout_s):
             env = make_env(config.env)
@@ -169,24 +197,12 @@ def _execute(
             make = begun(make, ranks)
     loop = make_loop(config, env, make, ranks, device)
     try:
-        started = _start(config, loop, source, ranks)
+        return loop, env, _start(config, loop, source, ranks)
     except BaseException as error:
         _close(loop)
         if isinstance(error, HostError) and error.__cause__ is not None:
             raise ConfigError(f"{error} TORCHPOD_TRACEBACK=1 shows where.") from error
         raise
-    if isinstance(started, Run):
-        _close(loop)
-        return started
-    state, resumed_at, wall_s = started
-    run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
-    with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
-        try:
-            segments = _segments(loop, run_dir, source, resumed_at)
-            keeper = _Keeper(config, run_dir, loop.agent, ranks, segments, resumed_at or None)
-            return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
-        finally:
-            close_all([env])
 
 
 def _segments(loop: Anakin | Sebulba, run_dir: Path, source: Path | None, iteration: int) -> Segments | None:
@@ -259,8 +275,9 @@ def _go_on(
     variables = loop.learner.acting(state.learner, state.iteration)
     if ranks.rank == 0:
         where = device if env.traits.pure else torch.device("cpu")
+        told = f"stopped in the final evaluation; what was trained is saved: torchpod eval {run_dir}"
         try:
-            with StopFlag(ALONE, device, str):  # a signal stops it at once, as before a first report
+            with StopFlag(ALONE, device, lambda: told, in_c=True):  # a signal stops it at once
                 evaluation = evaluate(
                     loop.agent,
                     watched(env, "the final evaluation", config.loop.timeout_s),
@@ -272,7 +289,6 @@ def _go_on(
                 )
             summary = summarise(config, evaluation, state, timing, device, ranks)
         except Interrupted:
-            told = f"stopped in the final evaluation; what was trained is saved: torchpod eval {run_dir}"
             raise Interrupted(told) from None
         except HostError as error:
             error.add_note(f"What was trained is saved; evaluate it with torchpod eval {run_dir}")

@@ -34,14 +34,16 @@ class StopFlag:
     Args:
       ranks: of the run.
       device: of this one.
-      given_up: what to say when a rank's process is ended.
+      given_up: what to say when a process is ended.
+      in_c: end the process of a single rank too, if it is in C code that hears of no signal.
     """
 
     GRACE_S = 4.0
     LEAVE_S = 5.0
 
-    def __init__(self, ranks: Ranks, device: torch.device, given_up: Callable[[], str]) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, given_up: Callable[[], str], *, in_c: bool = False) -> None:
         self._ranks, self._device, self._given_up = ranks, device, given_up
+        self._listens = in_c or ranks.world_size > 1
         self._deferred = self._asked = self._agreeing = False
         self._calling, self._watched_at = True, -math.inf
         self._old: dict[int, Any] = {}
@@ -52,7 +54,7 @@ class StopFlag:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._old[number] = signal.signal(number, self._handle)
             self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._overdue)
-            if self._ranks.world_size > 1:
+            if self._listens:
                 ear, self._ear = os.pipe()
                 os.set_blocking(self._ear, False)
                 # Each signal is written there, whatever the main thread does.

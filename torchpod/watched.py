@@ -23,8 +23,10 @@ from torchpod.types import TimeStep, Tree
 
 GRACE_S = 4.0
 """How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
-CLOSE_S = 10.0
+CLOSE_S = 5.0
 """How long an environment may take to be closed."""
+NEXT_CLOSE_S = 0.5
+"""And the others, once one of them has hung: a run that failed is to end within seconds, however many there are."""
 _LOOK_S = 0.2
 """Between two looks of the watchdog."""
 
@@ -203,17 +205,21 @@ def watching(what: str, timeout_s: float, advice: str = "") -> Iterator[None]:
 
 def close_all(envs: Iterable[Env]) -> None:
     """Closes every environment that can be closed; what raises or hangs is a warning, for a run loses nothing by it."""
+    patience = [CLOSE_S]
     with contextlib.ExitStack() as closing:
         for env in envs:
-            closing.callback(_close, env)
+            closing.callback(_close, env, patience)
 
 
-def _close(env: Env) -> None:
-    close, name = getattr(env, "close", None), env.spec.name
+def _close(env: Env, patience: list[float]) -> None:
+    close, name = getattr(env, "close", None), getattr(getattr(env, "spec", None), "name", type(env).__name__)
     if close is None:
         return
+    began = time.monotonic()
     try:
-        with watching(f"close() of {name} has not come back", CLOSE_S, "it is given up"):
+        with watching(f"close() of {name} has not come back", patience[0], "it is given up"):
             close()
     except Exception as error:
         warnings.warn(f"{name} could not be closed, and may leave something behind: {sentence(error)}", stacklevel=2)
+    if time.monotonic() - began >= patience[0]:
+        patience[0] = min(patience[0], NEXT_CLOSE_S)

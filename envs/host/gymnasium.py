@@ -17,7 +17,7 @@ from torchpod import random
 from torchpod.envs.arguments import needs_nothing
 from torchpod.envs.host.spaces import MASK, action_of, masked, misfit, opened, spec_of, to_tensors
 from torchpod.envs.host.timesteps import host_timestep
-from torchpod.envs.host.workers import in_worker
+from torchpod.envs.host.workers import in_worker, preload, signal_group
 from torchpod.specs import HOST, EnvSpec
 from torchpod.types import TimeStep, Tree
 
@@ -25,8 +25,8 @@ _ANSWERS = {
     "reset": ("observation", "info"),
     "step": ("observation", "reward", "terminated", "truncated", "info"),
 }
-_USUAL = [float, bool, bool]
-"""Types of reward, terminated and truncated."""
+_USUAL = [float, bool, bool, dict]
+"""Types of reward, terminated, truncated and info."""
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
 _STEPPED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -120,6 +120,7 @@ class Gymnasium:
         # The memory that processes share keeps sizes alone, and repeats a number.
         make = functools.partial(_checked, self._make, self.spec.name, observations=self._processes)
         if self._processes:
+            preload()
             make = functools.partial(in_worker, make, os.getpid(), self._spaces)
             self._envs = AsyncVectorEnv([make] * size, autoreset_mode=AutoresetMode.NEXT_STEP, context="forkserver")
         else:
@@ -155,7 +156,7 @@ class Gymnasium:
             if not self._processes:  # it is the environment's own
                 raise
             raise RuntimeError(
-                f"a worker process of {self.spec.name} is gone: was it killed, or out of memory?"
+                f"a worker process of {self.spec.name} is gone{self._gone()}: was it killed, or out of memory?"
             ) from error
         except (ValueError, TypeError, AttributeError, LookupError) as error:  # perhaps of NumPy
             if not self._pending:  # as they are made
@@ -167,6 +168,15 @@ class Gymnasium:
                 if (wrong := misfit(observation, space)) is not None:
                     raise ValueError(f"{self.spec.name} gave an observation {wrong}; make them agree.") from error
             raise
+
+    def _gone(self) -> str:
+        """Which, and how it ended, as far as that is known."""
+        told = []
+        for i, process in enumerate(getattr(self._envs, "processes", ())):
+            process.join(0.1)
+            if process.exitcode is not None:
+                told.append(f"that of environment {i} with exit status {process.exitcode}")
+        return f", {' and '.join(told)}" if told else ""
 
     def close(self) -> None:
         """Ends worker processes and frees what the environments hold."""
@@ -186,10 +196,10 @@ class Gymnasium:
         except Exception:  # a worker hangs, failed, or is gone
             for process in envs.processes:
                 # Not process.terminate(), which asks a server whether there is one; a signal may have ended that too.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
+                signal_group(process.pid, signal.SIGTERM)
             for process in envs.processes:
                 process.join(_LAST_STEP_S)
+                signal_group(process.pid, signal.SIGKILL)  # what it had started
             envs.closed = True
 
     def _claim(self, envs: Iterable[Any]) -> None:
@@ -277,8 +287,8 @@ def _checked(make: Callable[[], Any], name: str, *, observations: bool = False) 
         def step(self, action: Any) -> Any:
             try:
                 answer = self.env.step(action)
-                usual = type(answer) is tuple and [*map(type, answer[1:4])] == _USUAL  # without a call: 1 us
-                return self.seen(answer if usual and len(answer) == 5 else complete(answer, "step", name))
+                usual = type(answer) is tuple and [*map(type, answer[1:])] == _USUAL  # without a call: 1 us
+                return self.seen(answer if usual else complete(answer, "step", name))
             except (ValueError, TypeError) as error:
                 self.unwrap(error, "step", action)
                 raise
@@ -305,6 +315,8 @@ def complete(answer: Any, method: str, name: str) -> Any:
             for what, end in zip(wanted[2:4], ends, strict=True):
                 if type(end) is not bool and not (np.shape(end) == () and end in (0, 1)):
                     raise ValueError(f"{name} gave {what}={end!r}; give True or False.")
+        if not isinstance(answer[-1], dict):
+            raise ValueError(f"{name} gave info={answer[-1]!r}; give a dict, which may be empty.")
         return answer
     came = f"{len(answer)} values" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
     raise ValueError(

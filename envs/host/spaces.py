@@ -45,7 +45,7 @@ def action_of(
         raise ValueError(f"{where} is {space}; use Box, Discrete, MultiDiscrete, or a Tuple of Discrete.")
     if 0 in space.shape:
         raise ValueError(f"{where} is {space}, of no numbers; give it some.")
-    low, high = space.low, space.high
+    low, high, dtype = space.low, space.high, space.dtype
     if space.dtype is not None and space.dtype.kind != "f":
         shape, counts = space.shape, [int(b) - int(a) + 1 for a, b in zip(low.flat, high.flat, strict=True)]
         if max(counts) > _MAX_JOINT:
@@ -55,12 +55,15 @@ def action_of(
         return Discrete(math.prod(counts)), lambda action: (
             np.stack(np.unravel_index(action, counts), -1).reshape(-1, *shape) + low
         ).astype(space.dtype)
-    if max(abs(low).max(), abs(high).max()) > _UNBOUNDED:
-        return Box(space.shape), lambda action: action.clip(low, high)
+    if float(max(abs(low).max(), abs(high).max())) > _UNBOUNDED:
+        return Box(space.shape), lambda action: action.clip(low, high).astype(dtype, copy=False)
     if (low == low.flat[0]).all() and (high == high.flat[0]).all():
-        return Box(space.shape, float(low.flat[0]), float(high.flat[0])), lambda action: action.clip(low, high)
+        box = Box(space.shape, float(low.flat[0]), float(high.flat[0]))
+        return box, lambda action: action.clip(low, high).astype(dtype, copy=False)
     center, half = (high + low) / 2, (high - low) / 2
-    return Box(space.shape, -1.0, 1.0), lambda action: (center + half * action).clip(low, high)
+    return Box(
+        space.shape, -1.0, 1.0
+    ), lambda action: (center + half * action).clip(low, high).astype(dtype, copy=False)
 
 
 def spec_of(space: Any, where: str) -> SpecTree:

@@ -224,6 +224,11 @@ def test_impala_with_a_memory_prepares_vtrace_of_one_step_after_another(seed, ce
     assert (t.step_type[1:-1] == FIRST).any() and carry.actor_state.any()
 
 
+def test_a_rho_clip_below_the_c_clip_is_refused(seed):
+    with pytest.raises(ValueError, match="rho_clip=0.5 must be at least c_clip=1; raise it"):
+        make(IMPALA, DISCRETE, seed, rho_clip=0.5)
+
+
 @pytest.mark.parametrize("cls", [PPO, A2C, IMPALA])
 @pytest.mark.parametrize("spec", [DISCRETE, PAIR, CONTINUOUS], ids=lambda s: s.name)
 def test_the_learner_follows_the_gradient_of_the_loss(seed, cls, spec):

@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.transforms import RewardClip, StickyAction
 from torchpod.sebulba import SebulbaConfig
 from torchpod.sebulba.actor import splits
-from torchpod.sebulba.exchange import Exchange
+from torchpod.sebulba.exchange import Exchange, Phases
 from torchpod.sebulba.program import Program
-from torchpod.sebulba.transfer import Port, hand_over
+from torchpod.sebulba.transfer import Handed, Port, hand_over
 
 
 def three_iterations(seed, monkeypatch, happened, wrap=lambda env: env, **settings):
@@ -152,6 +153,18 @@ def test_profilers_see_what_every_thread_does(seed, happened, monkeypatch):
     names = [x.removeprefix("torchpod/") for x in happened["MainThread"] if x != "end"]
     update = ["update", *["gradient", "apply"] * LEARNER.num_epochs * LEARNER.num_minibatches]
     assert names == 3 * ["get", *update]
+
+
+def test_a_free_lag_takes_the_newest_parameters_that_are_ready():
+    """On a GPU they are published while their update still runs; who took these would wait for it."""
+    exchange, ready = Exchange([Phases("env")], lag=None, capacity=1, timeout_s=60.0), {}
+    for version in range(4):
+        event = SimpleNamespace(query=lambda version=version: version in ready)
+        exchange.publish(version, Handed({"version": version}, event))
+        assert exchange.newest().tree == exchange.variables(version)[1].tree == {"version": max(ready, default=version)}
+        ready[version] = True
+        assert exchange.newest().tree == {"version": version} == exchange.versions()[-1].tree
+        assert len(exchange.versions()) == 1 and len(exchange._versions) <= 2
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3, "free"])

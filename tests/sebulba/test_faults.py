@@ -2,11 +2,12 @@
 
 import ctypes
 import multiprocessing
+import signal
 import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import gymnasium
 import pytest
@@ -122,16 +123,21 @@ def test_the_time_in_which_the_process_stands_still_is_none_in_an_environment(mo
 @pytest.mark.parametrize(
     ("doing", "timeout_s", "killed"), [("environment", 60, 0), ("inference", 0, 0), ("environment", 0, 1)]
 )
-def test_worker_processes_are_killed_if_the_thread_hangs_in_its_environments_alone(doing, timeout_s, killed):
+def test_worker_processes_are_killed_if_the_thread_hangs_in_its_environments_alone(
+    doing, timeout_s, killed, monkeypatch
+):
     kills, over = [], threading.Event()
-    worker = SimpleNamespace(kill=lambda: kills.append(None) or over.set())
+    monkeypatch.setattr(
+        "torchpod.sebulba.actor.signal_group", lambda pid, number: kills.append((pid, number)) or over.set()
+    )
+    worker = SimpleNamespace(pid=7)
     options = {"length": 1, "refresh": False, "workers": [worker], "timeout_s": timeout_s}
     actor = Actor(0, [], Phases("env"), torch.device("cpu"), **options)
     actor._thread = threading.Thread(target=over.wait, args=(10,))
     actor._thread.start()
     actor.phases.enter(doing)
     actor.join(time.perf_counter() + 0.1)
-    assert len(kills) == killed and actor._thread.is_alive() != killed
+    assert kills == [(7, signal.SIGKILL)] * killed and actor._thread.is_alive() != killed
     over.set()
     actor._thread.join()
 
@@ -183,7 +189,8 @@ def test_environments_that_come_back_late_are_closed_once_by_whoever_is_second()
         exchange.close()
         actor.begin(exchange, 0)
         threading.Timer(5e-4, over.set).start()
-        actor.join(time.perf_counter() + 5e-6 * i)
+        for left in actor.join(time.perf_counter() + 5e-6 * i):
+            cast(Any, left).close()
         late.append(actor._abandoned)
         for thread in threads():
             thread.join(10)

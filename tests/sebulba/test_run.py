@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.testing.test_check_env import SharesSimulator
+from tests.zygote import wait_until
 from torchpod import checkpoint, random
 from torchpod.config import ConfigError, load
 from torchpod.envs.classic.cartpole import CartPole
@@ -40,6 +41,7 @@ SMALL = (
 )
 STEPS = 4 * 8
 ENVIRONMENT = '''
+import hashlib
 import time
 from pathlib import Path
 
@@ -93,7 +95,13 @@ class Stuck(Corridor):
         if where == self.where and self.how == "fails":
             raise LookupError("no way on")
         if where == self.where:
+            Path("sleeps").touch()
+            if self.how == "hears_nothing":
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for minutes, in C code, without Python's lock
             time.sleep(60)
+
+    def close(self):
+        Path("closed").touch()
 
 
 class Unpaid(Corridor):
@@ -630,6 +638,27 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
     saved = int(checkpoint.latest(Path("run")).name)
     assert error == f"torchpod: stopped at iteration {saved}, in the middle of the next; go on with resume=run\n"
     assert process.returncode == 130 and saved >= 36
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("where", ["reset", "check"])
+@pytest.mark.slow
+def test_a_signal_before_the_first_iteration_stops_a_run_and_closes_its_environments(start, where, number):
+    process = start("env=corridor.py:Stuck", f"+env.where={where}", "run_dir=run")
+    wait_until(Path("sleeps").exists, 60)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=10)
+    assert error == f"torchpod: stopped by {number.name} without a new checkpoint\n"
+    assert process.returncode == 130 and Path("closed").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_that_an_environment_in_c_code_does_not_hear_ends_its_process(start):
+    process = start("env=corridor.py:Stuck", "+env.where=reset", "+env.how=hears_nothing", "run_dir=run")
+    wait_until(Path("sleeps").exists, 60)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=15)
+    assert error == "torchpod: stopped before it began\n" and process.returncode == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,6 +1,7 @@
 """`check_consistency`: what agrees passes, and the first difference is named, whichever it is."""
 
 import re
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -242,6 +243,35 @@ class Branching(Lift):
 def test_code_that_branches_on_a_tensor_is_named_with_its_line(compile, seed):
     with pytest.raises(ContractError, match=r"Branching\.transition branches on a tensor \(test_consistency\.py, line"):
         check_consistency(Branching(), PlainLift(), compile=compile, seed=seed)
+
+
+class Untidy(PlainLift):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def step(self, action):
+        seen, reward, ended, cut = super().step(action)
+        return {"floor": self.what, "top": self.top} if self.count > 1 else seen, reward, ended, cut
+
+
+@pytest.mark.parametrize("what", [[[1.0], [1.0, 2.0]], ["up"]], ids=["ragged", "text"])
+def test_what_are_no_numbers_is_named_with_its_place(what):
+    told = (
+        r"lift at step 2 of an episode \(step 2 in all\), environment 0: observation\['floor'\] of the reference is \["
+    )
+    with pytest.raises(ConsistencyError, match=told):
+        check_consistency(Lift(), Untidy(what), compile=False)
+
+
+def test_what_is_no_environment_and_no_reference_is_told():
+    with pytest.raises(ValueError, match="env=5 has no spec; hand over a tensor environment, made"):
+        check_consistency(cast(Any, 5), PlainLift())
+    wanted = "hand over an object with the methods reset"
+    with pytest.raises(ValueError, match=f"the reference is the class PlainLift; {wanted}"):
+        check_consistency(Lift(), PlainLift)
+    with pytest.raises(ValueError, match=f"the reference is a dict; {wanted}"):
+        check_consistency(Lift(), {})
 
 
 def test_the_command_line_compares_two_classes(capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env
+from torchpod.envs.host.workers import signal_group
 from torchpod.envs.transforms import Transform, send
 from torchpod.interop import to_tensordict
 from torchpod.rollout import Recorder, Step
@@ -185,8 +187,8 @@ class Actor:
         )
         self._thread.start()
 
-    def join(self, deadline: float) -> None:
-        """Waits for the thread, if there is one, and closes the environments, unless the thread is still in them.
+    def join(self, deadline: float) -> list[Env]:
+        """Waits for the thread, if there is one; returns the environments to close, unless the thread is still in them.
 
         It closes them itself when it comes back. If it hangs, its worker processes are killed, which ends it if it
         waits for one of them.
@@ -199,12 +201,11 @@ class Actor:
             if self._thread.is_alive() and self._workers and self.phases.in_environment_s() > self._timeout_s:
                 for process in self._workers:
                     with contextlib.suppress(ValueError):  # the environment has closed it
-                        process.kill()
+                        signal_group(process.pid, signal.SIGKILL)
                 self._thread.join(_KILLED_S)
         with self._ending:
             self._abandoned = not self._ended
-        if not self._abandoned:
-            close_all(pool.env for pool in self.pools)
+        return [] if self._abandoned else [pool.env for pool in self.pools]
 
     def produce(self, exchange: Exchange, number: int) -> list[Item]:
         """One unroll of every pool.

@@ -101,14 +101,16 @@ class Exchange:
         """Makes the parameters after `version` updates known; they must not be written to any more."""
         with self._changed:
             self._versions[version] = variables
-            for old in [v for v in self._versions if v < version - (self._lag or 0)]:
+            oldest = self._newest() if self._lag is None else version - self._lag
+            for old in [v for v in self._versions if v < oldest]:
                 del self._versions[old]
             self._changed.notify_all()
 
     def versions(self) -> list[Handed]:
         """What unrolls of a fixed lag may still ask for, oldest first; the last is the newest."""
         with self._changed:
-            return [self._versions[v] for v in sorted(self._versions)]
+            known = sorted(self._versions) if self._lag is not None else [max(self._versions)]
+            return [self._versions[v] for v in known]
 
     def collect(self) -> list[Item]:
         """The next unroll of every pool of every actor, in their order.
@@ -160,7 +162,7 @@ class Exchange:
         with self._changed:
             if self._closed:
                 raise ClosedError
-            return self._versions[max(self._versions)]
+            return self._versions[self._newest()]
 
     def put(self, actor: int, items: list[Item]) -> None:
         """Hands an unroll over; waits while the queue is full."""
@@ -179,7 +181,12 @@ class Exchange:
             self._changed.notify_all()
 
     def _version_for(self, unroll: int) -> int:
-        return max(self._versions) if self._lag is None else max(unroll - self._lag, 0)
+        return self._newest() if self._lag is None else max(unroll - self._lag, 0)
+
+    def _newest(self) -> int:
+        """Of a free lag, whose update is over: who took one that a GPU still works on would wait for it."""
+        over = [v for v, x in self._versions.items() if self._lag is not None or x.ready is None or x.ready.query()]
+        return max(over or self._versions)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

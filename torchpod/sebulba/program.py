@@ -11,11 +11,13 @@ from torch.utils import _pytree as pytree
 from torchpod.agent import Variables
 from torchpod.anakin import NonFiniteError, Report, RunState
 from torchpod.compile import span
+from torchpod.env import Env
 from torchpod.episodes import mean_metrics, names_of
 from torchpod.sebulba.exchange import Exchange, Item
 from torchpod.sebulba.loop import Sebulba, merge, side_by_side
 from torchpod.sebulba.transfer import Static, hand_over, take, wait_for
 from torchpod.types import Trajectory
+from torchpod.watched import close_all
 
 JOIN_S = 2.0
 """How long the end of a run waits for a thread that does not come back from its environments."""
@@ -127,8 +129,10 @@ class Program:
         with contextlib.ExitStack() as joining:
             # What actors launched last still writes to memory that is freed after this.
             joining.callback(wait_for, *self._sebulba.actor_devices)
+            envs: list[Env] = []
+            joining.callback(close_all, envs)
             for actor in self._actors:
-                joining.callback(actor.join, deadline)
+                joining.callback(lambda actor=actor: envs.extend(actor.join(deadline)))
 
     def _publish(self, version: int, variables: Variables) -> None:
         self._exchange.publish(version, hand_over(variables, self._sebulba.device))

@@ -96,6 +96,14 @@ def check_consistency(
       ContractError: the tensor environment branches on a tensor; says where.
       ValueError: for an environment on the host; if there is nothing to play.
     """
+    if not isinstance(getattr(env, "spec", None), EnvSpec):
+        raise ValueError(f"env={env!r} has no spec; hand over a tensor environment, made.")
+    for name in ("reset", "step"):
+        if isinstance(reference, type) or not callable(getattr(reference, name, None)):
+            came = f"the class {reference.__name__}" if isinstance(reference, type) else f"a {type(reference).__name__}"
+            raise ValueError(
+                f"the reference is {came}; hand over an object with the methods reset(state) and step(action)."
+            )
     if not env.traits.pure:
         raise ValueError(f"{env.spec.name} is stepped on the host; check_consistency takes tensor environments.")
     if num_envs < 1 or (num_steps is not None and num_steps < 1):
@@ -234,12 +242,19 @@ class _Row:
                 f"{self._where(step)}: {', '.join(names) or 'nothing'} came, the reference has {', '.join(others)}."
             )
         for name, a in leaves:
-            b = np.asarray(others[name])
+            try:
+                b = np.asarray(others[name])
+                b = b if a.shape != b.shape else b.astype(np.float64)
+            except (ValueError, TypeError) as error:
+                raise ConsistencyError(
+                    f"{self._where(step)}: {name} of the reference is {others[name]!r}, and must be numbers of shape "
+                    f"{list(a.shape)}: {error}."
+                ) from error
             if a.shape != b.shape:
                 raise ConsistencyError(
                     f"{self._where(step)}: {name} has shape {list(a.shape)}, the reference gives {list(b.shape)}."
                 )
-            a, b = a.astype(np.float64), b.astype(np.float64)
+            a = a.astype(np.float64)
             error = np.abs(a - b)
             wrong = ~(error <= atol + rtol * np.abs(b))  # NaN is wrong
             if wrong.any():

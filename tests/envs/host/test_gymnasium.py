@@ -17,7 +17,7 @@ from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import Gymnasium, PettingZoo, TorchRL
-from torchpod.envs.host.spaces import spec_of
+from torchpod.envs.host.spaces import action_of, spec_of
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
@@ -329,6 +329,39 @@ def test_a_class_that_needs_an_argument_is_told_to_be_given_it():
         ValueError, match="PettingZoo makes many of what it steps, and got one int; hand over its class"
     ):
         PettingZoo(3)  # pyright: ignore[reportArgumentType]
+
+
+class Uninformed(gymnasium.Env):
+    """Tells nothing, instead of an empty dict, in `method`."""
+
+    observation_space, action_space = UNIT, spaces.Discrete(2)
+
+    def __init__(self, method):
+        self.method = method
+
+    def reset(self, *, seed=None, options=None):
+        return ONE, None if self.method == "reset" else {}
+
+    def step(self, action):
+        return ONE, 0.0, False, False, None
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_an_info_that_is_none_is_named(method):
+    env = Gymnasium(functools.partial(Uninformed, method))
+    with pytest.raises(ValueError, match="Uninformed gave info=None; give a dict, which may be empty"):
+        env.init(keys(1))
+        env.step(None, torch.zeros(1, dtype=torch.int64), keys(1))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(("low", "high"), [(-1, 1), (-np.inf, np.inf), ([-1, 0], [1, 3])])
+def test_actions_have_the_type_of_their_space(dtype, low, high):
+    bounds = (np.broadcast_to(np.asarray(x, dtype), (2,)) for x in (low, high))
+    space = spaces.Box(*bounds, dtype=dtype)
+    _, to_native = action_of(space, "action_space")
+    native = to_native(np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32))
+    assert native.dtype == dtype and all(space.contains(x) for x in native)
 
 
 class Masked(gymnasium.Env):

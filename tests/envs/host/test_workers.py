@@ -129,6 +129,7 @@ def with_a_lock():
 FAULTS = {
     "two": (lambda: TwoNumbersError(1, 2), "TwoNumbersError: 1 and 2"),
     "lock": (with_a_lock, "ValueError: it was locked"),
+    "exit": (lambda: SystemExit(3), "SystemExit: 3"),
     "unicode": (lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "no letter"), "UnicodeDecodeError: .*no letter"),
 }
 
@@ -236,6 +237,54 @@ class StaysOpen(Plain):
     def close(self):
         if os.getpid() != self.process:
             time.sleep(1e6)
+
+
+class Starter(Plain):
+    """Starts a process, and is then killed."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def step(self, action):
+        with open(self.path, "a") as file:
+            print(subprocess.Popen(["sleep", "1000"]).pid, file=file, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_what_a_worker_process_has_started_ends_with_it(tmp_path):
+    env = Gymnasium(functools.partial(Starter, tmp_path / "pids"), processes=True)
+    env.init(keys(2))
+    told = "a worker process of Starter is gone, that of environment 0 with exit status -9"
+    with pytest.raises(RuntimeError, match=told):
+        env.step(None, torch.zeros(2, dtype=torch.int64), keys(2, 1))
+    env.close()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    deadline = time.monotonic() + 5
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+class Importer(Plain):
+    """Shows whether this process has imported torch by itself: then its source was not read by the fork server."""
+
+    def reset(self, *, seed=None, options=None):
+        with open(f"/proc/{os.getppid()}/maps") as file:
+            return np.full(1, "libtorch" in file.read(), np.float32), {}
+
+
+def test_the_fork_server_imports_torch_for_all_worker_processes():
+    """In a process whose server does not run yet."""
+    code = (
+        "import sys, torch; from tests.envs.host.test_workers import Importer, keys\n"
+        "from torchpod.envs.host import Gymnasium\n"
+        "if __name__ == '__main__':\n"
+        "    env = Gymnasium(Importer, processes=True)\n"
+        "    print(env.init(keys(2))[1].observation.tolist()); env.close()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert found.stdout == "[[1.0], [1.0]]\n", found.stderr
 
 
 def test_worker_processes_that_do_not_close_are_ended(monkeypatch):
