@@ -27,7 +27,8 @@ from typing import Any, NotRequired, TypedDict, cast
 import torch
 
 from torchpod.bench.targets import missed
-from torchpod.config import ConfigError, nearest
+from torchpod.config import ConfigError
+from torchpod.hints import nearest
 from torchpod.run_folder import commit, cpu, versions
 
 ROOT = Path(__file__).resolve().parent.parent

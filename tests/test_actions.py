@@ -27,10 +27,13 @@ def test_masks_that_allow_nothing_are_named():
     )
     one = torch.tensor([True, False, False])
     seen = {"a": {"action_mask": one.expand(5, 4, 2, 3)}, "b": {"action_mask": one.expand(5, 4, 1, 3)}, "c": one}
-    named = "observation['a']['action_mask'] must allow at least one action of choice 1 in every row."
+    where = "in step 0, environment 0, agent 0 it allows none; leave something to agents that are out of the game too."
+    named = f"observation['a']['action_mask'] must allow at least one action of choice 1 in every row; {where}"
     assert closed_masks(spec, seen) == [named]
     assert closed_masks(spec, seen | {"a": {"action_mask": ~one.expand(5, 4, 2, 3)}}) == [named.replace("1 in", "0 in")]
-    assert closed_masks(spec, seen | {"a": {"action_mask": one | True}, "b": {"action_mask": one & False}}) == [
-        "observation['b']['action_mask'] must allow at least one action in every row."
+    others = {"a": {"action_mask": one | True}, "b": {"action_mask": (one & False).expand(3, 1, 3)}}
+    assert closed_masks(spec, seen | others) == [
+        "observation['b']['action_mask'] must allow at least one action in every row; in environment 0, agent 0 it "
+        "allows none; leave something to agents that are out of the game too."
     ]
     assert [x.shape for x in open_masks(spec, seen).values()] == [(5, 4, 2), (5, 4, 2), (5, 4, 1)]

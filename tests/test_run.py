@@ -339,7 +339,7 @@ class TestNanGuard:
     def test_a_mask_that_allows_nothing_is_named(self, tmp_path: Path, algo: str):
         """In the 8th iteration; `check_env` plays 100 steps."""
         overrides = [f"env={ENV_FILE}:Closing", "+env.limit=150", "+env.at=120", f"run_dir={tmp_path / 'a'}"]
-        sentence = r"observation\['action_mask'\] must allow at least one action in every row\."
+        sentence = r"observation\['action_mask'\] must allow at least one action in every row; in step "
         message = f"nothing can be learned from iteration 8; the trajectory .* The cause .*: {sentence}"
         with pytest.raises(NonFiniteErrorInRun, match=message):
             execute(load([*SMALL, *f"algo={algo}".split(), *overrides]))
@@ -383,6 +383,13 @@ class TestUserEnvironment:
         _, timestep = MyEnv().init(key)
         output, _ = resumed.policy.act(timestep, resumed.agent.initial_state(1), key, explore=False)
         assert output.action.shape == (1,)
+
+    def test_a_run_with_an_object_is_evaluated_with_one_more(self, tmp_path: Path):
+        run = tp.train(env=MyEnv(), overrides=[*SMALL, "total_env_steps=256", f"run_dir={tmp_path / 'run'}"])
+        with pytest.raises(ConfigError, match=r"hand it over again, in Python: .* or torchpod.eval_run.eval_run\(RUN"):
+            eval_run(run.dir, episodes=2)
+        told = json.loads(eval_run(run.dir, episodes=2, env=MyEnv()))
+        assert told["mean"] == run.summary["eval_return"]["mean"]
 
     @pytest.mark.parametrize("given", ["+env.transforms=[flatten]", "env.max_episode_steps=3", "env=pendulum"])
     def test_settings_of_an_environment_are_none_of_an_object(self, given: str):

@@ -54,7 +54,15 @@ def require_finite(action: Tensor, what: str) -> None:
 
 def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
     """A sentence for each action mask in which a row allows nothing, whatever axes there are before the last."""
-    return [sentence for sentence, is_open in open_masks(spec, observation).items() if not is_open.all()]
+    told, axes = [], ("environment", "agent") if spec.groups is not None else ("environment",)
+    for sentence, is_open in open_masks(spec, observation).items():
+        if not is_open.all():
+            row = (~is_open).nonzero()[0].tolist()
+            names = ("step", *axes)[-len(row) :]
+            where = ", ".join(f"{name} {i}" for name, i in zip(names, row, strict=True))
+            more = "; leave something to agents that are out of the game too" if spec.groups is not None else ""
+            told.append(f"{sentence.removesuffix('.')}; in {where} it allows none{more}.")
+    return told
 
 
 def open_masks(spec: EnvSpec, observation: Tree) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ Every key, value and choice that does not exist is refused with the nearest name
 """
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import itertools
@@ -13,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchpod import algos, configs
 from torchpod.algos.torchrl import without_effect
+from torchpod.hints import nearest
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.sebulba import SebulbaConfig
@@ -376,21 +376,6 @@ def choices(group: str) -> list[str]:
     """Names in a config group: what `GROUP=NAME` accepts."""
     folder = Path(configs.__path__[0]) / group
     return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "custom" and path.stem[0] != "_")
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint: the names whose initials or letters are most like `name`, or all of them if few."""
-    names = sorted(names)
-    short = [n for n in names if _initials(n) == name.rpartition(".")[2]]
-    close = difflib.get_close_matches(name, short, 3, 0.0) or difflib.get_close_matches(name, names, 3, 0.5)
-    if close:
-        return "did you mean " + " or ".join(close) + "?"
-    return "known: " + ", ".join(names[:30]) + (", ..." if len(names) > 30 else ".")
-
-
-def _initials(name: str) -> str:
-    """Of algo.learner.learning_rate: lr."""
-    return "".join(word[:1] for word in name.rpartition(".")[2].split("_"))
 
 
 @functools.cache

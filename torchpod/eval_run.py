@@ -13,6 +13,7 @@ from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import TrainConfig
+from torchpod.env import Env
 from torchpod.evaluate import evaluate
 from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
@@ -37,6 +38,7 @@ def eval_run(
     sample: bool = False,
     instead: Sequence[str] = (),
     device: str = "cpu",
+    env: Env | None = None,
 ) -> str:
     """A line of JSON; one line per member of a population. It acts with what training acts with after the checkpoint.
 
@@ -56,6 +58,7 @@ def eval_run(
       sample: draw actions as in training, instead of the greedy ones.
       instead: who plays how instead of what was trained: `random`, an action, or `GROUP=` one of these (scripted.py).
       device: on which agent and tensor environments are; those on the host have the CPU.
+      env: of a run that was trained with an object, once more; it is closed in the end.
 
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.
@@ -74,7 +77,7 @@ def eval_run(
         check_recording(episode)
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
-    env = make_env(config.env)
+    env = make_env(config.env) if env is None else env
     try:
         if video is not None:
             check_video(video, env)

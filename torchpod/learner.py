@@ -22,6 +22,7 @@ from torchpod.compile import Compiler, span
 from torchpod.dealer import Dealer, weight_of_buffer
 from torchpod.distributed import ALONE, Ranks
 from torchpod.groups import Groups, padded
+from torchpod.hints import nearest
 from torchpod.measures import measure, metrics_of, of_all, prefixes
 from torchpod.nets import RunningMoments
 from torchpod.ops.moments import Moments, merge, sums_about
@@ -146,7 +147,8 @@ class Learner:
         numbers: dict[str, float] = value if isinstance(value, dict) else dict.fromkeys(groups, value)
         if set(numbers) != set(groups):
             raise ValueError(
-                f"{setting} has entries {sorted(numbers)}, the agent has optimizer groups {sorted(groups)}."
+                f"{setting} has entries {sorted(numbers)}, the agent has optimizer groups {sorted(groups)}; give one "
+                "for each, or one number for all."
             )
         return numbers
 
@@ -156,12 +158,12 @@ class Learner:
         rates = self._by_group("learning_rate", self.config.learning_rate)
         for name in self._annealed:
             if name not in buffers:
-                raise ValueError(f"anneal={list(self.config.anneal)}: {name} is none of {sorted(buffers)}.")
+                raise ValueError(f"anneal={list(self.config.anneal)}: {name} is not known; {nearest(name, buffers)}")
         known = [name for name, x in buffers.items() if x.ndim == 0 and x.dtype == torch.float32]
         known += ["learning_rate", *(f"learning_rate.{group}" for group in groups)]
         for name in self._schedules:
             if name not in known:
-                raise ValueError(f"schedules.{name} is none of {sorted(known)}.")
+                raise ValueError(f"schedules.{name} is not known; {nearest(name, known)}")
             if name in self.config.anneal:
                 raise ValueError(f"schedules and anneal both have {name}; leave it out of one of them.")
         moments = {group: params[names[0]].new_zeros(sum(self.groups.sizes(group))) for group, names in groups.items()}

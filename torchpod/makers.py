@@ -12,10 +12,11 @@ from typing import Any
 
 from torchpod import algos, envs
 from torchpod.agent import Agent
-from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, check_ranges, nearest, typed
+from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, check_ranges, typed
 from torchpod.env import Env
 from torchpod.envs.host import TorchRL
 from torchpod.envs.transforms import TRANSFORMS
+from torchpod.hints import nearest
 from torchpod.specs import EnvSpec
 from torchpod.watched import close_all, sentence
 
@@ -64,7 +65,8 @@ def _transformed(env: Env, entry: Any, where: str) -> Env:
 def _make_bare(config: dict[str, Any]) -> Env:
     if config["name"].startswith(OBJECT):
         raise ConfigError(
-            f"env={config['name']} was a Python object; hand it over again, e.g. train(env=..., resume=RUN)."
+            f"env={config['name']} was a Python object; hand it over again, in Python: train(env=..., resume=RUN), or "
+            "torchpod.eval_run.eval_run(RUN, episodes=..., env=...)."
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = find(config["name"], envs.MAKERS, "env")

@@ -26,11 +26,12 @@ from torchpod.agent import Agent, Bound, bind
 from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunState, train
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.config import OBJECT, ConfigError, TrainConfig, nearest
+from torchpod.config import OBJECT, ConfigError, TrainConfig
 from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.envs.transforms import Transform
 from torchpod.evaluate import evaluate
+from torchpod.hints import nearest
 from torchpod.makers import make_agent, make_env, require_env
 from torchpod.metrics import Logger, Sink
 from torchpod.policies import begun

@@ -489,8 +489,16 @@ class Pairs(Squad):
 @pytest.mark.parametrize(
     ("mask", "action", "rule"),
     [
-        ([1, 1, 0, 0], MultiDiscrete((2, 2)), "must allow at least one action of choice 1 in every row."),
-        ([0, 0, 1, 1], MultiDiscrete((2, 2)), "must allow at least one action of choice 0 in every row."),
+        (
+            [1, 1, 0, 0],
+            MultiDiscrete((2, 2)),
+            "must allow at least one action of choice 1 in every row; in environment 0, agent 0 it allows none",
+        ),
+        (
+            [0, 0, 1, 1],
+            MultiDiscrete((2, 2)),
+            "must allow at least one action of choice 0 in every row; in environment 0, agent 0 it allows none",
+        ),
         ([1, 1, 0, 1], Box((2,)), "needs a Discrete or MultiDiscrete action; the spec has Box"),
     ],
 )
