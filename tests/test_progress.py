@@ -85,6 +85,13 @@ def test_the_return_is_that_of_the_newest_episodes():
     assert [x.count("return 7.5") for x in out.getvalue().splitlines()] == [1, 1]
 
 
+def test_groups_of_agents_have_a_return_each():
+    sink, out, _ = console(1000)
+    sink.write(row(1, episode_return=0.5, **{"episode_return/red": -2.0, "episode_return/blue": 2.5}))
+    sink.close()
+    assert "return 0.5 (red -2, blue 2.5)  " in out.getvalue()
+
+
 def test_a_population_without_a_return_shows_a_dash():
     sink, out, _ = console(1000)
     sink.write(row(1, episode_return=[NAN, NAN]))

@@ -133,6 +133,8 @@ def _train(overrides: list[str]) -> int:
             compiled = f", {run.summary['compile_s']:.1f} s compilation"
         if run.summary["unfinished_episodes"]:
             cut = f", {run.summary['unfinished_episodes']} of them cut at {run.summary['unfinished_steps']:,} steps"
+        if "groups" in score:
+            cut += ": " + ", ".join(f"{name} {own['mean']:.1f}" for name, own in score["groups"].items())
         print(
             f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
             f"[{score['ci95'][0]:.1f}, {score['ci95'][1]:.1f}], {score['episodes']} episodes{cut}) "

@@ -87,8 +87,8 @@ class ConsoleSink:
     """A progress bar on a terminal, else a plain line every few seconds.
 
     It shows environment steps, their rate (`env_steps_per_s` of the row, or else measured here), the return of the
-    newest iteration in which an episode ended (in a population the mean over members and the best one), the losses and
-    the time left.
+    newest iteration in which an episode ended (in a population the mean over members and the best one; with groups of
+    agents also that of each), the losses and the time left.
 
     Args:
       total_env_steps: of the whole run, as planned; resets take a part of them.
@@ -134,7 +134,7 @@ class ConsoleSink:
             self._history.popleft()
         self._unshown = row
         if (newest := _show_return(row.get("episode_return", math.nan))) != "-":
-            self._return = newest
+            self._return = newest + _show_groups(row)
         if now - self._shown_at >= (0.1 if self._progress else self._every_s):
             self._show(row, now)
 
@@ -204,6 +204,13 @@ def _is_loss(key: str) -> bool:
 def _show_return(value: float | int | list[float]) -> str:
     best = max((x for x in value if not math.isnan(x)), default=math.nan) if isinstance(value, list) else math.nan
     return _shownumber(number(value)) + ("" if math.isnan(best) else f" (best {_shownumber(best)})")
+
+
+def _show_groups(row: Row) -> str:
+    """Of agents, whose returns are added up: the sum says nothing where one loses what another wins."""
+    prefix = "episode_return/"
+    told = [f"{key.removeprefix(prefix)} {_shownumber(number(row[key]))}" for key in row if key.startswith(prefix)]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _shownumber(value: float) -> str:
