@@ -57,6 +57,10 @@ neither side learned it; its rows on a GPU are of these. On a GPU torchpod's net
 error 2^-11) where products are in TF32; JAX's jnp.tanh is float32's. tests/bench/test_jax_ppo.py holds equal:
 parameters, gradients and settings, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
 
+Medians hide that rows on two cores fall apart where something else uses one of them, for OpenMP's threads wait for each
+other spinning: one call of CartPole with 1024 did 14,125 steps/s on 2026-11-28, where JAX slowed down 1.5 x, and the
+first run on an EPYC 25-1 missed its target with 0.67 x; both were measured again (docs/loops.md says what helps).
+
 Both sides of a row on one core are pinned to the same one, `core` in the JSON, with one thread each (a row "on 2 cores"
 has two); without `core` nothing is pinned. Of each row on a CPU with a peer the JSON has the `threads` of both
 sides and `cpu_share`, CPU time over wall time of the worse side, and since 2026-11-26 both times and the load of every
