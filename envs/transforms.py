@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.env import Env, TensorEnv, where
 from torchpod.envs.arguments import at_least, number
-from torchpod.ops.features import features, one_hot, width
-from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree
+from torchpod.ops.features import one_hot
+from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree, features, width
 from torchpod.types import FIRST, MID, TimeStep, Tree
 
 _STICKY = 0x57C1

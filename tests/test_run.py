@@ -406,8 +406,8 @@ class TestUserEnvironment:
         for name, came in (("nothing", "None"), ("Plain", "one Plain")):
             with pytest.raises(ConfigError, match=rf"{name} gives {came}, which is no environment; it must be a"):
                 tp.train(env=f"{tmp_path / 'made.py'}:{name}")
-        with pytest.raises(ConfigError, match="has no class nothin; did you mean nothing"):
-            tp.train(env=f"{tmp_path / 'made.py'}:nothin")
+        with pytest.raises(ConfigError, match="has no class nothings; did you mean nothing"):
+            tp.train(env=f"{tmp_path / 'made.py'}:nothings")
 
     def test_one_text_is_no_list_of_overrides(self):
         with pytest.raises(ConfigError, match=r"overrides='seed=1' is one text; write a list, \['seed=1'\]\."):

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from torchpod.ops.features import one_hot, scaled
 
 SpecTree = Any
 """A spec, or nested dicts of specs."""
+MOST_VALUES = 10_000
+"""Of an observed choice: a first layer has a column for each."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +131,27 @@ def _require_numbers(spec: SpecTree, what: str, env: str) -> None:
 def shape_of(spec: SpecTree) -> Any:
     """The shape, or dict of shapes, of a spec tree."""
     return {k: shape_of(v) for k, v in spec.items()} if isinstance(spec, dict) else spec.shape
+
+
+def width(spec: Any) -> int:
+    """How many numbers `features` gives.
+
+    Raises:
+      ValueError: for a choice of more than `MOST_VALUES`.
+    """
+    values = (spec.num_values,) if isinstance(spec, Discrete) else spec.nvec if isinstance(spec, MultiDiscrete) else ()
+    if max(values, default=0) > MOST_VALUES:
+        raise ValueError(
+            f"an observation is one of {max(values)} values, and networks see one number for each of up to "
+            f"{MOST_VALUES}; observe something smaller, or a Box."
+        )
+    return sum(values) if values else math.prod(spec.shape)
+
+
+def features(x: Tensor, spec: Any) -> Tensor:
+    """A tensor `[..., *spec.shape]` as `[..., width(spec)]`: a choice as a 1 among zeros, bytes scaled to [0, 1]."""
+    if isinstance(spec, Discrete):
+        return one_hot(x, spec.num_values)
+    if isinstance(spec, MultiDiscrete):
+        return torch.cat([one_hot(part, n) for part, n in zip(x.unbind(-1), spec.nvec, strict=True)], -1)
+    return scaled(x).reshape(*x.shape[: x.ndim - len(spec.shape)], -1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpod import specs
-from torchpod.ops.features import features, scaled, width
+from torchpod.ops.features import scaled
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 
@@ -202,7 +202,7 @@ class Encoder(nn.Module):
         if torso is not None and self.is_image:
             self.net: CNN | MLP = torso(self.specs[0].shape)
         else:
-            self.net = MLP(sum(map(width, self.specs)), hidden, activation)
+            self.net = MLP(sum(map(specs.width, self.specs)), hidden, activation)
         self.out_features = self.net.out_features
 
     def forward(self, observation: Tensor | dict[str, Tensor]) -> Tensor:
@@ -213,7 +213,7 @@ class Encoder(nn.Module):
             leaves = [observation]
         if self.is_image:
             return self.net(scaled(leaves[0]))
-        flat = [features(leaf, spec) for leaf, spec in zip(leaves, self.specs, strict=True)]
+        flat = [specs.features(leaf, spec) for leaf, spec in zip(leaves, self.specs, strict=True)]
         return self.net(flat[0] if len(flat) == 1 else torch.cat(flat, -1))
 
 

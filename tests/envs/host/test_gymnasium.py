@@ -340,10 +340,12 @@ class Uninformed(gymnasium.Env):
         self.method = method
 
     def reset(self, *, seed=None, options=None):
-        return ONE, None if self.method == "reset" else {}
+        told: Any = None if self.method == "reset" else {}
+        return ONE, told
 
     def step(self, action):
-        return ONE, 0.0, False, False, None
+        told: Any = None
+        return ONE, 0.0, False, False, told
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])
