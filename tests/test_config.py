@@ -265,6 +265,8 @@ def test_settings_of_a_policy_are_checked_as_those_of_all_are(setting: str, mess
 def test_members_of_a_policy_are_checked_too():
     settings = ["algo=ippo", "env=tag_gridworld", "population=2", "+members={policies.runner.clip:[-1,0.2]}"]
     assert refused(settings) == "members.policies.runner.clip=[-1.0, 0.2] must lie from 0 to inf."
+    apart = [*settings[:-1], "+members.policies.runner.clip=[0.1,0.2]", "+members.policies.tagger.clip=[0.3,0.4]"]
+    assert load(apart).members == {"policies.runner.clip": (0.1, 0.2), "policies.tagger.clip": (0.3, 0.4)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,6 +270,8 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
     Raises:
       ConfigError: for a value of the wrong type or out of range.
     """
+    if isinstance(members := values.get("members"), Mapping):  # policies.tagger.clip may come as three levels
+        values = {**values, "members": dict(_leaves(members))}
     config = build(TrainConfig, values, "")
     for name in _AT_LEAST_1:
         value = functools.reduce(lambda part, key: getattr(part, key, None), name.split("."), config)
@@ -440,6 +442,12 @@ def _lines(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
         name = f"{prefix}{name}"
         lines += _lines(value, f"{name}.") if isinstance(value, dict) else [f"{name}={json.dumps(value)}"]
     return lines
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values that are no mappings, by their dotted names."""
+    for name, value in tree.items():
+        yield from _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
 
 
 def _names_file(override: str) -> bool:

@@ -586,6 +586,11 @@ def _apply_members(state: RunState, config: TrainConfig) -> RunState:
             table, key = learner.buffers, name
         elif name in rates:
             table, key = learner.learning_rate, rates[name]
+        elif name in config.algo.agent:
+            raise ConfigError(
+                f"members.{name} is a setting of the agent, and cannot differ from member to member before its "
+                f"constructor says self.hyperparameter({name!r}, config.{name})."
+            )
         else:
             raise ConfigError(f"members.{name} is no setting; {nearest(name, [*learner.buffers, *rates])}")
         table[key] = torch.as_tensor(values, dtype=torch.float32, device=table[key].device)
