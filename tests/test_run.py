@@ -460,7 +460,7 @@ class TestPopulation:
 
     def test_a_member_setting_that_does_not_exist_or_fit_is_refused(self, tmp_path: Path):
         for override, message in (
-            ("+members.hidden=[1,2]", "members.hidden is a setting of the agent, and cannot differ from member to member"),
+            ("+members.hidden=[1,2]", "members.hidden is a setting of the agent, and cannot differ from member to"),
             ("+members.discoutn=[1,2]", "members.discoutn is no setting; did you mean discount?"),
             ("+members.discount=[1]", "members.discount=\\[1.0\\] must be a list of population=2 numbers"),
             ("+members.discount=[a,b]", "members.discount\\[0\\]='a': expected a number"),
