@@ -571,7 +571,8 @@ class TestDisk:
             "checkpoint.interval_s=0; echo $?; ls -A run/checkpoints; TORCHPOD eval run > /dev/null; echo $?",
             tmp_path,
         )
-        (sentence,) = result.stderr.splitlines()
+        warned, _, sentence = result.stderr.splitlines()
+        assert "UserWarning: run/replay/0 will hold at least" in warned and "free some space" in warned
         assert sentence.startswith("torchpod: error: run/")
         assert "cannot be written (No space left on device); free some space, or choose another folder" in sentence
         status, *names, eval_status = result.stdout.splitlines()
