@@ -7,7 +7,6 @@ de Witt et al. 2020 (https://arxiv.org/abs/2011.09533), and independent A2C; in 
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -21,7 +20,7 @@ from torchpod.agent import Agent, Bound
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.nets.nets import STATE
-from torchpod.specs import Array, EnvSpec, SpecTree
+from torchpod.specs import Array, EnvSpec, SpecTree, features, width
 from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 MASK = "action_mask"
@@ -97,7 +96,7 @@ class Policies(Agent):
         kind = type(self).__name__
         if spec.groups is None:
             raise ValueError(f"{kind} needs an environment with groups of agents, and {spec.name} has one agent.")
-        self.groups, self._central = dict(spec.groups), central
+        self.groups, self._central, self._observed = dict(spec.groups), central, spec.observation
         common = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "policies"}
         given = {name: _as_mapping(name, of) for name, of in (config.policies or {}).items()}
         if not any("agents" in own for own in given.values()):
@@ -263,7 +262,7 @@ class Policies(Agent):
         trees = timestep.reward, timestep.discount, timestep.observation
         reward, discount, observation = (members.of(tree, axis + 1) for tree in trees)
         if self._central:
-            seen = [_numbers(x, axis + 2) for x in timestep.observation.values()]
+            seen = [_numbers(x, self._observed[group]) for group, x in timestep.observation.items()]
             state = torch.cat([x.flatten(axis + 1) for x in seen], -1).unsqueeze(axis + 1)
             state = state.expand(*step_type.shape, state.shape[-1])
             own = observation if isinstance(observation, dict) else {"own": observation}
@@ -418,16 +417,15 @@ def _unflat(tree: Tree, axis: int, size: int) -> Tree:
     return pytree.tree_map(lambda x: x.unflatten(axis, (-1, size)), tree)
 
 
-def _numbers(observation: Tree, axis: int) -> Tensor:
-    """All that is observed but masks, `[..., n]` behind so many axes; bytes scaled to [0, 1]."""
-    parts = observation if isinstance(observation, dict) else {"own": observation}
-    parts = {k: x / 255 if x.dtype == torch.uint8 else x for k, x in parts.items()}
-    return torch.cat([x.flatten(axis) if x.ndim > axis else x[..., None] for k, x in parts.items() if k != MASK], -1)
+def _numbers(observation: Tree, spec: SpecTree) -> Tensor:
+    """All that is observed but masks, `[..., n]`, as networks see it."""
+    parts, specs = (x if isinstance(spec, dict) else {"own": x} for x in (observation, spec))
+    return torch.cat([features(x, specs[k]) for k, x in parts.items() if k != MASK], -1)
 
 
 def _num_numbers(spec: SpecTree) -> int:
     parts = spec if isinstance(spec, dict) else {"own": spec}
-    return sum(math.prod(x.shape) for k, x in parts.items() if k != MASK)
+    return sum(width(x) for k, x in parts.items() if k != MASK)
 
 
 def _freeze(agent: Agent) -> None:

@@ -87,7 +87,7 @@ class _Builder:
             if isinstance(observation, dict)
             else {"observation": observation}
         )
-        if any(isinstance(x, dict | Discrete) for x in leaves.values()):
+        if any(isinstance(x, dict | Discrete | MultiDiscrete) for x in leaves.values()):
             raise ValueError(
                 f"algo=torchrl has networks for tensors of numbers, and {spec.name} has the observation {observation}; "
                 "add '+env.transforms=[flatten]', or build actor and loss yourself (docs/torchrl-losses.md)."

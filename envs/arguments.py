@@ -46,7 +46,7 @@ def needs_nothing(make: Callable[..., Any], known: Iterable[str] = ()) -> None:
       known: arguments that it is given.
     """
     try:
-        parameters = inspect.signature(make).parameters.values()
+        parameters = inspect.signature(make, follow_wrapped=False).parameters.values()
     except (ValueError, TypeError):  # written in C
         return
     optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

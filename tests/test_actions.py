@@ -36,4 +36,6 @@ def test_masks_that_allow_nothing_are_named():
         "observation['b']['action_mask'] must allow at least one action in every row; in environment 0, agent 0 it "
         "allows none; leave something to agents that are out of the game too."
     ]
+    of_members = {"a": {"action_mask": one | True}, "b": {"action_mask": (one & False).expand(2, 5, 4, 1, 3)}}
+    assert "; in member 0, step 0, environment 0, agent 0 it allows none" in closed_masks(spec, seen | of_members)[0]
     assert [x.shape for x in open_masks(spec, seen).values()] == [(5, 4, 2), (5, 4, 2), (5, 4, 1)]

@@ -1,9 +1,11 @@
 """Signals beside the calls of a run; tests/test_run.py and tests/distributed/test_ranks.py have whole runs."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -53,6 +55,23 @@ def test_a_call_that_is_given_up_in_an_environment_is_not_its_failure(monkeypatc
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(OverdueError):
             env.step(None, torch.zeros(1, dtype=torch.int64), keys)
+
+
+def test_a_signal_to_a_process_that_was_forked_within_is_none_to_the_run(monkeypatch):
+    """As of a pool that an environment makes in its constructor."""
+    ended, told = [], []
+    monkeypatch.setattr(StopFlag, "LEAVE_S", 0.5)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = signal.getsignal(signal.SIGTERM)
+    with StopFlag(ALONE, torch.device("cpu"), lambda: told.append("over") or "", in_c=True):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        with warnings.catch_warnings(action="ignore"):  # of threads
+            child.start()
+        child.terminate()
+        child.join(20)
+        time.sleep(1.5)
+    assert child.exitcode == -signal.SIGTERM and (ended, told) == ([], [])
+    assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_call_that_ends_in_time_after_such_a_signal_is_left_alone(monkeypatch):

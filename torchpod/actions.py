@@ -58,7 +58,7 @@ def closed_masks(spec: EnvSpec, observation: Tree) -> list[str]:
     for sentence, is_open in open_masks(spec, observation).items():
         if not is_open.all():
             row = (~is_open).nonzero()[0].tolist()
-            names = ("step", *axes)[-len(row) :]
+            names = ("member", "step", *axes)[-len(row) :]
             where = ", ".join(f"{name} {i}" for name, i in zip(names, row, strict=True))
             more = "; leave something to agents that are out of the game too" if spec.groups is not None else ""
             told.append(f"{sentence.removesuffix('.')}; in {where} it allows none{more}.")

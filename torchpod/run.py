@@ -110,6 +110,7 @@ def execute(
             ("gymnasium", "Env", "Gymnasium"),
             ("pettingzoo", "ParallelEnv", "PettingZoo"),
             ("torchrl.envs", "EnvBase", "TorchRL"),
+            ("brax.envs", "Env", "Brax"),
         ):
             if module in sys.modules and isinstance(env, getattr(sys.modules[module], base)):
                 kind = type(env).__name__

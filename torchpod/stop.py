@@ -47,15 +47,17 @@ class StopFlag:
         self._deferred = self._asked = self._agreeing = False
         self._calling, self._watched_at = True, -math.inf
         self._old: dict[int, Any] = {}
-        self._ear = self._other_ear = -1
+        self._ear = self._heard_at = self._other_ear = -1
 
     def __enter__(self) -> "StopFlag":
+        _ENTERED.append(self)
         with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._old[number] = signal.signal(number, self._handle)
             self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._overdue)
             if self._listens:
                 ear, self._ear = os.pipe()
+                self._heard_at = ear
                 os.set_blocking(self._ear, False)
                 # Each signal is written there, whatever the main thread does.
                 self._other_ear = signal.set_wakeup_fd(self._ear)
@@ -63,6 +65,7 @@ class StopFlag:
         return self
 
     def __exit__(self, *_: object) -> None:
+        _ENTERED.remove(self)
         self.pause(self._deferred)
         if self._ear >= 0:
             signal.set_wakeup_fd(self._other_ear)
@@ -96,6 +99,15 @@ class StopFlag:
                             print(f"torchpod: {self._given_up()}", file=sys.stderr, flush=True)
                         end_process(130)
 
+    def forget(self) -> None:
+        """In a process that was forked within: signals to it are its own, and not the run's."""
+        if self._ear >= 0:
+            signal.set_wakeup_fd(self._other_ear)
+            os.close(self._ear)
+            os.close(self._heard_at)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
     def pause(self, deferred: bool = True) -> None:
         """A call has ended, and there is something to save."""
         self._deferred, self._calling, self._agreeing = deferred, False, False
@@ -117,3 +129,32 @@ class StopFlag:
         stop, save = map(bool, self._ranks.sum(both).tolist())
         self._agreeing = False
         return stop, save
+
+
+_ENTERED: list[StopFlag] = []
+"""Those in whose blocks this process is, the innermost last."""
+
+
+_HELD = (signal.SIGTERM, signal.SIGINT)
+
+
+def _hold() -> None:
+    if _ENTERED:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)  # one that comes now is the child's once it has forgotten
+
+
+def _go_on() -> None:
+    if _ENTERED:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+
+
+def _forget() -> None:
+    entered = [*_ENTERED]
+    with contextlib.suppress(Exception):
+        while _ENTERED:
+            _ENTERED.pop().forget()
+    if entered:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+
+
+os.register_at_fork(before=_hold, after_in_parent=_go_on, after_in_child=_forget)

@@ -25,6 +25,8 @@ GRACE_S = 4.0
 """How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
 CLOSE_S = 5.0
 """How long an environment may take to be closed."""
+CLOSE_GRACE_S = 10.0
+"""`GRACE_S` of a `close`: what has failed before it is not told yet."""
 NEXT_CLOSE_S = 0.5
 """And the others, once one of them has hung: a run that failed is to end within seconds, however many there are."""
 _LOOK_S = 0.2
@@ -130,6 +132,7 @@ class _Block(NamedTuple):
     message: str
     deadline: float
     """By `time.monotonic`."""
+    grace_s: float
 
 
 class _Watchdog:
@@ -169,7 +172,7 @@ class _Watchdog:
                     if self.now is block:
                         signal.pthread_kill(main, signal.SIGVTALRM)
                 told = block
-            elif now > block.deadline + GRACE_S and self.now is block:
+            elif now > block.deadline + block.grace_s and self.now is block:
                 with contextlib.suppress(Exception):
                     print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
                 end_process(1)
@@ -179,15 +182,16 @@ _WATCHDOG = _Watchdog()
 
 
 @contextlib.contextmanager
-def watching(what: str, timeout_s: float, advice: str = "") -> Iterator[None]:
+def watching(what: str, timeout_s: float, advice: str = "", grace_s: float = GRACE_S) -> Iterator[None]:
     """Raises a `HostError` in the main thread if the block takes too long; elsewhere nothing is watched.
 
-    A block that does not hear of it, in C code or because it catches everything, ends the process after `GRACE_S`.
+    A block that does not hear of it, in C code or because it catches everything, ends the process after `grace_s`.
 
     Args:
       what: has not happened, for the error.
       timeout_s: how long it may take.
       advice: to whom it happens; "" is to raise loop.timeout_s.
+      grace_s: see above.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -195,7 +199,7 @@ def watching(what: str, timeout_s: float, advice: str = "") -> Iterator[None]:
     _WATCHDOG.start()
     advice = advice or f"if it may take so long, raise loop.timeout_s={timeout_s:g}"
     message = f"{what} for {timeout_s:g} s; {advice}."
-    around, _WATCHDOG.now = _WATCHDOG.now, _Block(message, time.monotonic() + timeout_s)
+    around, _WATCHDOG.now = _WATCHDOG.now, _Block(message, time.monotonic() + timeout_s, grace_s)
     try:
         yield
     finally:
@@ -217,7 +221,7 @@ def _close(env: Env, patience: list[float]) -> None:
         return
     began = time.monotonic()
     try:
-        with watching(f"close() of {name} has not come back", patience[0], "it is given up"):
+        with watching(f"close() of {name} has not come back", patience[0], "it is given up", CLOSE_GRACE_S):
             close()
     except Exception as error:
         warnings.warn(f"{name} could not be closed, and may leave something behind: {sentence(error)}", stacklevel=2)

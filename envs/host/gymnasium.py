@@ -6,8 +6,10 @@ import functools
 import os
 import re
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -171,11 +173,10 @@ class Gymnasium:
 
     def _gone(self) -> str:
         """Which, and how it ended, as far as that is known."""
-        told = []
-        for i, process in enumerate(getattr(self._envs, "processes", ())):
-            process.join(0.1)
-            if process.exitcode is not None:
-                told.append(f"that of environment {i} with exit status {process.exitcode}")
+        processes = getattr(self._envs, "processes", ())
+        connection.wait([process.sentinel for process in processes], 0.1)
+        ends = [(i, process.exitcode) for i, process in enumerate(processes)]
+        told = [f"that of environment {i} with exit status {status}" for i, status in ends if status is not None]
         return f", {' and '.join(told)}" if told else ""
 
     def close(self) -> None:
@@ -196,10 +197,11 @@ class Gymnasium:
         except Exception:  # a worker hangs, failed, or is gone
             for process in envs.processes:
                 # Not process.terminate(), which asks a server whether there is one; a signal may have ended that too.
-                signal_group(process.pid, signal.SIGTERM)
+                signal_group(process, signal.SIGTERM)
+            deadline = time.monotonic() + _LAST_STEP_S
             for process in envs.processes:
-                process.join(_LAST_STEP_S)
-                signal_group(process.pid, signal.SIGKILL)  # what it had started
+                process.join(max(0.0, deadline - time.monotonic()))
+                signal_group(process, signal.SIGKILL)  # what it had started
             envs.closed = True
 
     def _claim(self, envs: Iterable[Any]) -> None:

@@ -79,8 +79,8 @@ def spec_of(space: Any, where: str) -> SpecTree:
     if isinstance(space, spaces.Tuple):
         return {str(i): spec_of(inner, f"{where}[{i}]") for i, inner in enumerate(space)}
     if isinstance(space, spaces.Discrete):
-        # What begins below 0 is no index, and becomes a number.
-        return Discrete(int(space.start + space.n)) if space.start >= 0 else Array(())
+        # What begins below 0, or far above it, is no index, and becomes a number.
+        return Discrete(int(space.start + space.n)) if 0 <= space.start <= space.n else Array(())
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
         channels_first = len(space.shape) == 3 and dtype == torch.uint8 and space.shape[0] < min(space.shape[1:])

@@ -7,8 +7,11 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
 from typing import Any
+
+import numpy as np
 
 
 def in_worker(make: Callable[[], Any], run: int, spaces: tuple[Any, Any]) -> Any:
@@ -23,6 +26,7 @@ def in_worker(make: Callable[[], Any], run: int, spaces: tuple[Any, Any]) -> Any
     if os.getpid() != run and parent is not None:  # Gymnasium makes one in the run's own process too, to look at
         os.setpgrp()
         kill_at_end_of(parent.sentinel)
+        np.random.seed()  # who forks copies the state of the fork server's
     try:
         return _portable(make())
     except Exception as error:
@@ -78,20 +82,23 @@ def _require_portable(error: BaseException) -> None:
         raise RuntimeError(told) from error
 
 
-def signal_group(pid: int | None, number: int) -> None:
+def signal_group(process: BaseProcess, number: int) -> None:
     """To a worker and to what it has started, also if it is gone itself."""
-    for send in (os.killpg, os.kill):  # the group is made by the worker, a moment after it begins
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if pid is not None:
-                send(pid, number)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process.pid is not None:
+            os.killpg(process.pid, number)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it makes the group a moment after it begins
+        if process.pid is not None and process.exitcode is None:
+            os.kill(process.pid, number)
 
 
 def preload() -> None:
     """Has the fork server import what every worker needs, so that they share it: each took 3.5 s and 290 MB.
 
-    Once the server runs, it does nothing.
+    Once the server runs, or where somebody has chosen what it imports, nothing is changed.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, "gymnasium"])
+    if getattr(forkserver._forkserver, "_preload_modules", None) == ["__main__"]:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", __name__, "gymnasium"])
 
 
 def kill_at_end_of(pipe: int) -> None:

@@ -20,6 +20,7 @@ from torchpod.envs import TagContinuous, TagGridWorld
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.makers import make_agent, make_env
+from torchpod.nets.nets import STATE
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import check_agent, check_env
@@ -409,6 +410,23 @@ def test_a_policy_may_have_any_name(seed, names):
     state, metrics = learned(agent, trajectory._replace(timestep=t._replace(extras=gone)), seed)
     assert {name: bool(x.any()) for name, x in state.mu.items()} == {first: False, second: True, third: True}
     assert all(f"{name}/entropy" in metrics for name in names)
+
+
+def test_values_of_mappo_see_choices_as_a_one_among_zeros(seed):
+    spec = EnvSpec(
+        "rooms",
+        {"a": Discrete(4), "b": {"at": Discrete(3), "image": Array((2,), torch.uint8)}},
+        {"a": Discrete(2), "b": Discrete(2)},
+        groups={"a": 2, "b": 1},
+    )
+    agent = make(MAPPO, seed, spec=spec)
+    at, other = torch.randint(4, (5, 2)), {"at": torch.randint(3, (5, 1)), "image": torch.full((5, 1, 2), 51).byte()}
+    zero = {"a": torch.zeros(5, 2), "b": torch.zeros(5, 1)}
+    timestep = TimeStep(torch.ones(5, dtype=torch.int64), zero, zero, {"a": at, "b": other}, {})
+    state = agent._rows(timestep, agent._members["a"], 0).observation[STATE]
+    eye = torch.nn.functional.one_hot
+    expected = torch.cat([eye(at, 4).flatten(1), eye(other["at"][:, 0], 3), torch.full((5, 2), 0.2)], 1)
+    torch.testing.assert_close(state.unflatten(0, (5, 2))[:, 0], expected.float())
 
 
 def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):

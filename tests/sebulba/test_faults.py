@@ -128,7 +128,7 @@ def test_worker_processes_are_killed_if_the_thread_hangs_in_its_environments_alo
 ):
     kills, over = [], threading.Event()
     monkeypatch.setattr(
-        "torchpod.sebulba.actor.signal_group", lambda pid, number: kills.append((pid, number)) or over.set()
+        "torchpod.sebulba.actor.signal_group", lambda process, number: kills.append((process.pid, number)) or over.set()
     )
     worker = SimpleNamespace(pid=7)
     options = {"length": 1, "refresh": False, "workers": [worker], "timeout_s": timeout_s}

@@ -201,7 +201,7 @@ class Actor:
             if self._thread.is_alive() and self._workers and self.phases.in_environment_s() > self._timeout_s:
                 for process in self._workers:
                     with contextlib.suppress(ValueError):  # the environment has closed it
-                        signal_group(process.pid, signal.SIGKILL)
+                        signal_group(process, signal.SIGKILL)
                 self._thread.join(_KILLED_S)
         with self._ending:
             self._abandoned = not self._ended

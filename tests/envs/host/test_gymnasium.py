@@ -149,6 +149,7 @@ def test_bounds_of_actions_are_those_of_the_space():
 def test_a_discrete_observation_that_starts_elsewhere_is_a_number():
     assert spec_of(spaces.Discrete(3, start=-1), "observation") == Array(())
     assert spec_of(spaces.Discrete(3, start=2), "observation") == Discrete(5)
+    assert spec_of(spaces.Discrete(3, start=20_000), "observation") == Array(())
     assert spec_of(spaces.Discrete(3), "observation") == Discrete(3)
 
 
@@ -325,6 +326,7 @@ def test_a_class_that_needs_an_argument_is_told_to_be_given_it():
     for make in (Gymnasium, PettingZoo, TorchRL):
         with pytest.raises(ValueError, match=message):
             make(Wrong)
+    Gymnasium(functools.wraps(Wrong)(lambda *args: Countdown()))  # which says that it is called as Wrong is
     with pytest.raises(
         ValueError, match="PettingZoo makes many of what it steps, and got one int; hand over its class"
     ):

@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from torchpod import random
 from torchpod.envs.host import Gymnasium
+from torchpod.envs.host.workers import preload
 from torchpod.watched import close_all
 
 
@@ -264,6 +265,29 @@ def test_what_a_worker_process_has_started_ends_with_it(tmp_path):
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) == 2 and not any(map(alive, pids))
+
+
+class Drawing(Plain):
+    def reset(self, *, seed=None, options=None):
+        return np.full(1, np.random.random(), np.float32), {}
+
+
+def test_worker_processes_draw_apart_from_each_other_with_numpys_own_generator():
+    env = Gymnasium(Drawing, processes=True)
+    try:
+        assert len(env.init(keys(4))[1].observation.unique()) == 4
+    finally:
+        env.close()
+
+
+def test_who_has_chosen_what_the_fork_server_imports_keeps_it(monkeypatch):
+    server = multiprocessing.forkserver._forkserver
+    monkeypatch.setattr(server, "_preload_modules", ["__main__", "mine"])
+    preload()
+    assert server._preload_modules == ["__main__", "mine"]
+    monkeypatch.setattr(server, "_preload_modules", ["__main__"])
+    preload()
+    assert server._preload_modules == ["__main__", "torchpod.envs.host.workers", "gymnasium"]
 
 
 class Importer(Plain):
