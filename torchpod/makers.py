@@ -92,10 +92,10 @@ def _make_bare(config: dict[str, Any]) -> Env:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         own = {k: v for k, v in arguments.items() if k not in parameters or v != parameters[k].default}
         raise ConfigError(f"env={config['name']} cannot be made with {own}: {told}") from error
-    require_env(env, f"env={config['name']} gives")
     for name in wrapping:
         kind = "gymnasium.Env" if name == "processes" else "pettingzoo.ParallelEnv"
         raise ConfigError(f"env={config['name']} takes no argument {name}; it is no {kind}.")
+    require_env(env, f"env={config['name']} gives")
     return env
 
 
