@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -38,13 +38,19 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
         raise ValueError(f"{name}={value!r} is not known; {hint}")
 
 
-def needs_nothing(make: Callable[..., Any], known: Iterable[str] = ()) -> None:
-    """Raises a ValueError if a class or function of the user's cannot be called without arguments.
+def needs_nothing(make: Any, door: str, known: Iterable[str] = ()) -> None:
+    """Raises a ValueError for what is no class or function that can be called without arguments.
 
     Args:
-      make: the class or function.
+      make: the user's.
+      door: who is to call it.
       known: arguments that it is given.
     """
+    if not callable(make):
+        raise ValueError(
+            f"{door} makes many of what it steps, and got one {type(make).__name__}; hand over its class, or a "
+            "function that makes it."
+        )
     try:
         parameters = inspect.signature(make, follow_wrapped=False).parameters.values()
     except (ValueError, TypeError):  # written in C

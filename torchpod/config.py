@@ -432,16 +432,7 @@ def _expanded(override: str) -> list[str]:
         raise ConfigError(f"{override} cannot be read ({_one_line(error)}); torchpod autoscale writes it.") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{override}: the file holds no settings; torchpod autoscale writes it.")
-    return _lines(tree)
-
-
-def _lines(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Nested settings as overrides."""
-    lines = []
-    for name, value in tree.items():
-        name = f"{prefix}{name}"
-        lines += _lines(value, f"{name}.") if isinstance(value, dict) else [f"{name}={json.dumps(value)}"]
-    return lines
+    return [f"{name}={json.dumps(value)}" for name, value in _leaves(tree)]
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

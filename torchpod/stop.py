@@ -133,8 +133,6 @@ class StopFlag:
 
 _ENTERED: list[StopFlag] = []
 """Those in whose blocks this process is, the innermost last."""
-
-
 _HELD = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -149,12 +147,12 @@ def _go_on() -> None:
 
 
 def _forget() -> None:
-    entered = [*_ENTERED]
+    if not _ENTERED:
+        return
     with contextlib.suppress(Exception):
         while _ENTERED:
             _ENTERED.pop().forget()
-    if entered:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
 os.register_at_fork(before=_hold, after_in_parent=_go_on, after_in_child=_forget)

@@ -72,15 +72,10 @@ class Gymnasium:
                 f"task={task!r} looks like a file, and gymnasium.make takes registered ids; a class or a function in a "
                 f"file is env={task}, in place of env=gymnasium."
             )
-        if not isinstance(task, str) and not callable(task):
-            raise ValueError(
-                f"Gymnasium makes many of what it steps, and got one {type(task).__name__}; hand over its class, or a "
-                "function that makes it."
-            )
+        if not isinstance(task, str):
+            needs_nothing(task, "Gymnasium")
         if callable(task) and options:
             raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {task} yourself.")
-        if callable(task):
-            needs_nothing(task)
         self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
         self._processes = processes
         self.advice = "raise loop.pools_per_actor" if processes else "set env.processes=true"

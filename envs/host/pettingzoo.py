@@ -58,13 +58,8 @@ class PettingZoo(Gymnasium):
     ) -> None:
         if callable(task) and options:
             raise ValueError(f"{sorted(options)} are options of an id or a module; give them to {task} yourself.")
-        if not isinstance(task, str) and not callable(task):
-            raise ValueError(
-                f"PettingZoo makes many of what it steps, and got one {type(task).__name__}; hand over its class, or a "
-                "function that makes it."
-            )
-        if callable(task):
-            needs_nothing(task)
+        if not isinstance(task, str):
+            needs_nothing(task, "PettingZoo")
         _pettingzoo()
         from torchpod.envs.host.joint import Joint
 

@@ -55,15 +55,16 @@ def action_of(
         return Discrete(math.prod(counts)), lambda action: (
             np.stack(np.unravel_index(action, counts), -1).reshape(-1, *shape) + low
         ).astype(space.dtype)
+
+    def bounded(action: np.ndarray) -> np.ndarray:
+        return action.clip(low, high).astype(dtype, copy=False)
+
     if float(max(abs(low).max(), abs(high).max())) > _UNBOUNDED:
-        return Box(space.shape), lambda action: action.clip(low, high).astype(dtype, copy=False)
+        return Box(space.shape), bounded
     if (low == low.flat[0]).all() and (high == high.flat[0]).all():
-        box = Box(space.shape, float(low.flat[0]), float(high.flat[0]))
-        return box, lambda action: action.clip(low, high).astype(dtype, copy=False)
+        return Box(space.shape, float(low.flat[0]), float(high.flat[0])), bounded
     center, half = (high + low) / 2, (high - low) / 2
-    return Box(
-        space.shape, -1.0, 1.0
-    ), lambda action: (center + half * action).clip(low, high).astype(dtype, copy=False)
+    return Box(space.shape, -1.0, 1.0), lambda action: bounded(center + half * action)
 
 
 def spec_of(space: Any, where: str) -> SpecTree:
@@ -127,9 +128,11 @@ def to_tensors(observation: Any, spec: SpecTree) -> Tree:
         parts = dict(zip(spec, observation, strict=True)) if isinstance(observation, tuple) else observation
         return {name: to_tensors(parts[name], inner) for name, inner in spec.items()}
     tensor = torch.from_numpy(np.ascontiguousarray(observation)).to(spec.dtype)
-    if isinstance(spec, Discrete) and bool((wrong := (tensor < 0) | (tensor >= spec.num_values)).any()):
-        came, last = tensor[wrong][0].item(), spec.num_values - 1
-        raise ValueError(f"an observation is {came}, and its space is 0 to {last}; make them agree.")
+    if isinstance(spec, Discrete):
+        low, high = map(int, tensor.aminmax())
+        if low < 0 or high >= spec.num_values:
+            came, last = low if low < 0 else high, spec.num_values - 1
+            raise ValueError(f"an observation is {came}, and its space is 0 to {last}; make them agree.")
     channels_first = tensor.shape[1:] != spec.shape and tensor.shape[1:] == (spec.shape[-1], *spec.shape[:-1])
     # Moving them costs many times what a copy does, which a device does better.
     return tensor.movedim(1, -1) if channels_first else tensor

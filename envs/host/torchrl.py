@@ -43,7 +43,7 @@ class TorchRL:
                 f"TorchRL makes as many as it steps, and got one {type(make).__name__}; hand over its class, or a "
                 "function that makes it."
             )
-        needs_nothing(make, known=["num_envs"])
+        needs_nothing(make, "TorchRL", known=["num_envs"])
         self._make = make
         self._sized = "num_envs" in inspect.signature(make).parameters
         self._parts: list[_Part] = []
