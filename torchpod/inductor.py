@@ -4,6 +4,7 @@ Below `Compiler` in compile.py, which is what the loops use.
 """
 
 import contextlib
+import functools
 import importlib
 import threading
 import warnings
@@ -100,22 +101,12 @@ class Compiled:
         fallback: Callable[..., Any] | None = None,
         told: dict[str, object] | None = None,
     ) -> None:
-        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-            from torch._inductor.compile_fx import compile_fx
-
-            if any(isinstance(x, Tensor) and x.is_cpu for x in inputs):
-                gxx.cache_per_width()
-            options = {"post_grad_custom_post_pass": CpuKernels(), **_gpu_options(inputs)}
-            with inductor_config.patch(options):
-                return cast(Callable[..., Any], compile_fx(graph, inputs))
-
         def traced(*args: Any) -> Any:
             return unalias(fn(*args))
 
         # Dynamo keeps what it compiled on the code object; with one of its own, each function has its own cache and
         # limit.
         traced.__code__ = traced.__code__.replace()
-        self._differentiable = torch.compile(traced, backend=backend, fullgraph=True, dynamic=False)
         self._traced, self._name, self._limit = traced, name, limit
         self._fallback, self.fell_back = fallback, False
         self._told = {} if told is None else told
@@ -161,6 +152,10 @@ class Compiled:
             return result
         return self(*args)
 
+    @functools.cached_property
+    def _differentiable(self) -> Callable[..., Any]:
+        return torch.compile(self._traced, backend=_backend, fullgraph=True, dynamic=False)
+
     def loop(self, args: tuple[Any, ...]) -> tuple[Unroll, list[Tensor]] | None:
         """Many calls in one, and the tensors of the first call's arguments; None where that cannot be."""
         for program in self._programs:
@@ -169,6 +164,17 @@ class Compiled:
                 loop = program.loop(args)
                 return None if loop is None else (loop, inputs)
         return None
+
+
+def _backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Of `torch.compile`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    if any(isinstance(x, Tensor) and x.is_cpu for x in inputs):
+        gxx.cache_per_width()
+    options = {"post_grad_custom_post_pass": CpuKernels(), **_gpu_options(inputs)}
+    with inductor_config.patch(options):
+        return cast(Callable[..., Any], compile_fx(graph, inputs))
 
 
 def where(error: Exception) -> str:
