@@ -153,6 +153,7 @@ class Prepared:
         self._first_s = time.perf_counter() - began
         for _ in range(warmup_calls - 1):
             self._call()
+        self._num_warm = len(self._wall_s)
 
     def measure(self, repeats: int) -> Measurement:
         """Times `repeats` calls.
@@ -209,7 +210,10 @@ class Prepared:
         self._env_replay().tolist()  # waits for it
 
     def details(self, repeats: int = 5) -> Details:
-        """To be called after the last measurement, for a GPU that was profiled may be slower afterwards."""
+        """To be called after the last measurement, for a GPU that was profiled may be slower afterwards.
+
+        Calls that warm up are left out: meanwhile others may compile on the same GPU.
+        """
         assert self._env_replay is not None, "prepare_env comes first"
         env_s = []
         for _ in range(repeats):
@@ -219,7 +223,7 @@ class Prepared:
         return {
             "capture_s": self._replay.capture_s,
             "kernels": len(kernels(profiled(self._replay))),
-            "iteration_s": statistics.median(self._wall_s[1:]) / self._iterations,
+            "iteration_s": statistics.median(self._wall_s[self._num_warm :]) / self._iterations,
             "env_s": statistics.median(env_s),
             **sizes(self._anakin, self._state.carry),
         }

@@ -255,7 +255,7 @@ def case_rows(
 ) -> tuple[list[Row], list[str]]:
     """The rows of a case, its rate first, and what is wrong with it."""
     a, b, details = ours.measurements, of_peer.measurements, ours.details
-    failures = harness.problems(case.name, a, b)
+    failures = harness.problems(case.name, a, b, returns=case.learns)
     rate = make.rate(case.name, a, b, peer_name=peer.name)
     if isinstance(a, list):
         notes = [

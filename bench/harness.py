@@ -51,6 +51,8 @@ what that loses."""
 QUIET_CPU_SHARE = 0.95
 QUIET_ROUND_SHARE = 0.9
 
+PROBE_S = 60
+"""How long JAX may take to find a device."""
 NO_TASKSET = "there is no `taskset` on the PATH; install util-linux"
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 EQUAL_WORK = (
@@ -204,7 +206,10 @@ def peers_python(device: str = "cpu") -> tuple[str, str | None]:
 def lacks_jax(python: str, device: str) -> str | None:
     """Why a Python cannot run JAX on a device, if so."""
     code = f"import jax; jax.config.update('jax_platforms', {device!r}); jax.devices(); print('has JAX')"
-    probe = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    try:
+        probe = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        return f"{python} -c 'import jax' on {device} was not over after {PROBE_S} s."
     if probe.returncode == 0 and _last_line(probe.stdout) == "has JAX":
         return None
     return f"{python} has no JAX for {device}: {_last_line(probe.stderr)}"

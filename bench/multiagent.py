@@ -194,7 +194,8 @@ def main(
         a, b = results[ours.name], results.get(peer.name, [])
         row = make.rate(case.name, a, b, peer_name=peer.name, unit="env_steps/s" if case.mode != "sampler" else "1/s")
         failures += [f"{case.name}: {side}" for side in (a, b) if isinstance(side, WorkerError)]
-        calibrations.append(harness.calibrate(core))
+        if device == "cpu":
+            calibrations.append(harness.calibrate(core))
         if isinstance(a, list):
             details = cast("list[Details]", a)[-1]
             peak = peaks(make, details, calibrations)

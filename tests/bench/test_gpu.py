@@ -109,6 +109,9 @@ def test_equal_returns_of_sides_that_learned_nothing_fail_the_suite(tmp_path, fa
     script.write_text(script.read_text().replace("episode_return=100.0", "episode_return=20.0"))
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
     assert status == 1 and "jax learned to a mean return of 20.0, and must reach 44" in document["failures"][1]
+    script.write_text(script.read_text().replace("episode_return=20.0", "episode_return=dict(jax=20.0).get(name, 9.0)"))
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
+    assert status == 1 and any("torchpod" in told and "9.0" in told for told in document["failures"])
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), cases=(Case("cartpole", 16_384),))
     assert status == 0 and "returns say nothing in so few steps" in document["rows"][0]["note"]
 

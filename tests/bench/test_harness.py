@@ -470,3 +470,20 @@ def test_the_calibration_product_is_the_one_that_scales_the_figures():
 def test_an_unknown_suite_is_refused():
     with pytest.raises(ConfigError, match=r"torchpod bench: .*'no-such-suite'.*anakin.*--help"):
         bench.main(["no-such-suite"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("exec sleep 30", "was not over after 1 s"),
+        ("echo no devices >&2; exit 1", "has no JAX for cuda: no devices"),
+        ("echo has JAX", None),
+    ],
+)
+def test_why_there_is_no_jax_is_told_in_time(tmp_path, monkeypatch, lines, told):
+    monkeypatch.setattr(harness, "PROBE_S", 1)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{lines}\n")
+    python.chmod(0o755)
+    reason = harness.lacks_jax(str(python), "cuda")
+    assert reason is None if told is None else told in str(reason)

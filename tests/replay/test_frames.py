@@ -180,8 +180,9 @@ def test_what_is_no_stack_of_frames_is_refused(seed, change, told):
     ring = make()
     with pytest.raises(ValueError, match=told):
         ring.insert(changed, torch.tensor(0), ())
-    with pytest.raises(ValueError, match=told):
-        ring.check_memory(changed)
+    for check in (ring.check_memory, ring.check_frames):
+        with pytest.raises(ValueError, match=told):
+            check(changed)
 
 
 def test_what_is_no_stack_of_frames_is_refused_later_too(seed):

@@ -265,6 +265,17 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(tmp_path: Path, written_on
     require_equal_runs(tmp_path, [*small, f"loop={loop}", *lag], stop)
 
 
+def test_sebulba_looks_at_the_first_frames_before_an_update_that_may_be_captured(tmp_path, monkeypatch):
+    seen, inserted, insert = [], [], ReplayBuffer.insert
+    monkeypatch.setattr(
+        ReplayBuffer, "check_frames", lambda self, x: seen.append((len(inserted), len(x.timestep.reward)))
+    )
+    monkeypatch.setattr(ReplayBuffer, "insert", lambda self, x, *args: [inserted.append(x), insert(self, x, *args)])
+    steps = f"total_env_steps={3 * STEPS}"
+    execute(load([*OTHERS[-1], *SMALL[2:], "algo.unroll_length=4", steps, "loop=sebulba", f"run_dir={tmp_path}/run"]))
+    assert seen == [(1, 5)] and len(inserted) == 4  # the first is to compile with
+
+
 def require_equal_runs(folder: Path, config: list[str], stop: int) -> None:
     """One that goes on after iteration `stop` in a new program, and one that is not interrupted."""
     config = [*config, f"total_env_steps={30 * STEPS}"]

@@ -58,9 +58,11 @@ def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, caus
     assert isinstance(caught.value.__cause__, cause)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["", "through a port"])
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_a_reward_of_another_type_than_at_first_is_named(num_threads, seed):
+def test_a_reward_of_another_type_than_at_first_is_named(num_threads, static, seed):
     sebulba = make(SebulbaConfig(num_actor_threads=num_threads), env=Broken("type"))
+    sebulba.static = static
     message = (
         r"cartpole gave reward as \[torch.float64\], and as \[torch.float32\] in its first timestep; give the same"
     )

@@ -1,6 +1,7 @@
 """Copies between host and devices, and which devices a rank has."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -51,6 +52,15 @@ def test_an_image_with_its_channels_moved_is_uploaded_as_it_lies_in_memory():
     for _ in range(2):
         there = port.upload({"image": image})["image"]
         assert torch.equal(there, image) and there.stride() == image.stride()
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3, dtype=torch.int64), torch.zeros(1)])
+def test_what_a_copy_would_convert_or_broadcast_is_refused(other):
+    port = Port(CPU)
+    port.upload({"reward": torch.zeros(3)})
+    told = re.escape(f"a tensor is {other.dtype} {[*other.shape]}, and was torch.float32 [3] in the first tree.")
+    with pytest.raises(TypeError, match=told):
+        port.upload({"reward": other})
 
 
 def test_a_download_is_valid_until_the_next():

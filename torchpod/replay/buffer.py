@@ -174,6 +174,10 @@ class ReplayBuffer:
         self._check_frames(trajectory, given, begins=True)
         self._check_memory(given)
 
+    def check_frames(self, trajectory: Trajectory) -> None:
+        """Raises `ValueError` if observations are no stacks of frames; waits for a GPU."""
+        self._check_frames(trajectory, self._given(trajectory), begins=False)
+
     def insert(self, trajectory: Trajectory, iteration: Tensor, priorities: Priorities | tuple[()]) -> None:
         """Writes the trajectory of an iteration into its place.
 

@@ -122,7 +122,11 @@ class Pool:
                 _, timestep = self.env.step(None, *self._native)
         if self._port is not None:
             self._phases.enter("transfer")
-            timestep = self._port.upload(timestep)
+            try:
+                timestep = self._port.upload(timestep)
+            except TypeError:
+                self.require_types(timestep)
+                raise
         self._phases.enter("inference")
         # An image may be a view whose channels lie elsewhere in memory; programs are compiled for one order.
         timestep = timestep._replace(observation=contiguous(timestep.observation))

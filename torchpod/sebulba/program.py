@@ -63,6 +63,7 @@ class Program:
                 self._publish(self._iteration - back, state.older[-back])
         self._publish(self._iteration, sebulba.learner.acting(state.learner, state.iteration))
         self._items: list[Item] = []
+        self._checked = sebulba.replay is None
         self.healthy = bool(state.learner.healthy)
         """Whether all gradients so far were finite."""
         self._threaded = sebulba.config.num_actor_threads > 0
@@ -102,7 +103,11 @@ class Program:
         waited = time.perf_counter() - began
         with span("update"):
             update = self._sebulba.fill if number < self.fill_iterations else self._update
-            self._state, metrics = update(self._state, merge(items, self._sebulba.device))
+            trajectory = merge(items, self._sebulba.device)
+            if not self._checked:
+                self._sebulba.replay.buffer.check_frames(trajectory)  # a captured update does not
+                self._checked = True
+            self._state, metrics = update(self._state, trajectory)
         self._iteration, self._items = number + 1, items
         self._publish(number + 1, self._sebulba.learner.acting(self._state.learner, self._state.iteration))
         self.healthy = bool(self._state.learner.healthy)  # on a GPU, waits for the update

@@ -103,8 +103,16 @@ class _Pinned:
         return [typed[dtype].as_strided(shape, stride, begin) for dtype, shape, stride, begin in self._places]
 
     def fill(self, tree: Tree) -> None:
-        """Starts a copy of a tree."""
+        """Starts a copy of a tree.
+
+        Raises:
+          TypeError: if it has other types or shapes than the example, which a copy would convert or broadcast.
+        """
         for to, x in zip(self.leaves, self._read(tree), strict=True):
+            if to.dtype is not x.dtype or to.shape != x.shape:
+                raise TypeError(
+                    f"a tensor is {x.dtype} {list(x.shape)}, and was {to.dtype} {list(to.shape)} in the first tree."
+                )
             to.copy_(x, non_blocking=True)
 
 
