@@ -4,6 +4,8 @@ Reading a value on the host raises there. Tensors made from host data (a copy fr
 refuses) and operations over two devices are seen by the two modes below.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchpod import random
 from torchpod.algos.a2c import A2C
 from torchpod.algos.impala import IMPALA, IMPALAConfig
+from torchpod.algos.multi_agent import IPPO, MAPPO, IPPOConfig, MAPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
@@ -25,7 +28,9 @@ from torchpod.envs.delayed_chain import DelayedChain
 from torchpod.envs.grids.four_rooms import FourRooms
 from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.envs.minatar import Asterix, Breakout, Freeway, Seaquest, SpaceInvaders
+from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld
 from torchpod.learner import LearnerConfig
+from torchpod.specs import Discrete
 
 ENVS = [
     CartPole(),
@@ -119,6 +124,32 @@ def test_an_iteration_of_other_agents_needs_nothing_from_the_host(make, config, 
 def test_a_recurrent_iteration_needs_nothing_from_the_host():
     env = MemoryChain()
     assert iterate(lambda: PPO(env.spec, PPOConfig(hidden=(8,), recurrent=8)), env) == ([], [])
+
+
+@pytest.mark.parametrize(("agent", "settings"), [(IPPO, IPPOConfig), (MAPPO, MAPPOConfig)])
+def test_policies_whose_agents_lie_apart_need_nothing_from_the_host_but_once(agent, settings):
+    """Where they lie is made in a run before the capture, if nothing is compiled."""
+    env = TagGridWorld(num_taggers=4, grid_length=4)
+    config = settings(hidden=(8,), policies={"odd": [1, 3], "even": [0, 2], "runner": [4]})
+    iterate(lambda: agent(env.spec, config), env)
+    assert iterate(lambda: agent(env.spec, config), env) == ([], [])
+
+
+class Numbered(CartPole):
+    """Observes a choice, which networks see one-hot."""
+
+    def __init__(self):
+        super().__init__()
+        self.spec = dataclasses.replace(self.spec, observation=Discrete(5))
+
+    def observe(self, state):
+        return (super().observe(state)[:, 0] > 0).to(torch.int64)
+
+
+@pytest.mark.parametrize("more", [{}, {"normalize_observation": True}, {"recurrent": 8}])
+def test_an_observed_choice_needs_nothing_from_the_host(more):
+    env = Numbered()
+    assert iterate(lambda: PPO(env.spec, PPOConfig(hidden=(8,), **more)), env) == ([], [])
 
 
 def test_keys_of_plain_integers_need_nothing_from_the_host():

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import cpu_memory
+from torchpod.agent import Agent
 from torchpod.inductor import Compiled, CompileError, RecompilationError, ahead
 from torchpod.recorded import Recorded
 from torchpod.trees import member, stack
@@ -80,6 +81,10 @@ class Compiler:
     def fell_back(self) -> bool:
         """Whether a function runs uncompiled after all. It may ask the device for numbers, which a graph cannot."""
         return any(fn.fell_back for fn in self._made)
+
+    def capturable(self, agent: Agent) -> bool:
+        """Whether a graph can hold what has run so far: see `fell_back`; who need not compile may ask so too."""
+        return not self.fell_back and (self.enabled or not agent.may_fall_back)
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function that does nothing but call compiled ones, without Python between them (recorded.py)."""

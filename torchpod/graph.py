@@ -6,6 +6,7 @@ environment step and the last optimizer step. On CPU the very same code runs unc
 From then on cuDNN takes algorithms that add in one order, in the whole process, so that two runs are equal to the bit.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ class Replay:
       state: where to start; copied.
       capture: use a CUDA graph.
       capturable: asked after the first run, whether that can be.
+      priority: of the kernels that are captured; of two -1 is first.
 
     Attributes:
       state: where it stands; overwritten in place by every call.
@@ -39,6 +41,7 @@ class Replay:
         *,
         capture: bool,
         capturable: Callable[[], bool] = lambda: True,
+        priority: int = 0,
     ) -> None:
         self._fn, self._leaves = fn, reader(state)
         self.state = pytree.tree_map(torch.clone, state)
@@ -54,7 +57,7 @@ class Replay:
         with torch.cuda.device(pytree.tree_leaves(state)[0].device):
             # A stream of its own, kept: cuBLAS has one workspace per stream, and graphs that share one must not run at
             # the same time. (torch's default stream for captures is one per process, on whatever device came first.)
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream(priority=priority)
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(2):  # compilation, and the lazy set-up of libraries, must not happen during capture
@@ -64,8 +67,14 @@ class Replay:
                 return
             began = time.perf_counter()
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._run()
+            collects = gc.isenabled()
+            gc.disable()  # garbage may wait for the device when it goes (a ring in memory of the host: memory.py)
+            try:
+                with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                    self._run()
+            finally:
+                if collects:
+                    gc.enable()
             self.capture_s = time.perf_counter() - began
 
     def __call__(self) -> Tree:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from tests.interop.test_fall_back import agent_of_a_reading_actor, reading_agent
 from tests.marks import with_slow
 from tests.replay import agents as replay_agents
+from torchpod import random
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
@@ -24,6 +25,7 @@ from torchpod.graph import Replay
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train, transfer
+from torchpod.sebulba.exchange import Exchange
 from torchpod.sebulba.program import Program
 from torchpod.specs import Array
 
@@ -58,9 +60,28 @@ class Drawn(CartPole):
         return size[:, None, None].expand(-1, 84, 84, -1).contiguous()
 
 
-def make(agent, config, *, compiled, host=True, iterations=6, device="cuda"):
+class Apart(HostEnv):
+    """Stepped between `send` and `recv`, so that an unroll may begin early, with keys of its own."""
+
+    def init(self, keys):
+        self.keys, self.count = keys, 0
+        return super().init(keys)
+
+    def step(self, state, action, keys):
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action):
+        self.action, self.count = action.clone(), self.count + 1
+
+    def recv(self):
+        time.sleep(1e-4)
+        return super().step(None, self.action, random.at(self.keys, torch.tensor(self.count)))[1]
+
+
+def make(agent, config, *, compiled, host=True, iterations=6, device="cuda", kind=HostEnv):
     env = Drawn(max_episode_steps=20) if agent in IMAGES else CartPole(max_episode_steps=20)
-    env = HostEnv(env) if host else env
+    env = kind(env) if host else env
     return Sebulba(
         lambda: AGENTS[agent](env.spec),
         lambda: copy.copy(env),
@@ -170,6 +191,26 @@ def require_two_equal_runs(agent, **how):
 @pytest.mark.parametrize("agent", ["ppo", "lstm", "impala_shallow", "clip_ppo_loss", *FALL_BACK])
 def test_with_a_fixed_lag_two_runs_are_equal(agent):
     require_two_equal_runs(agent, compiled=False, iterations=2, device="cpu")
+
+
+def test_with_unrolls_that_begin_early_two_runs_are_equal(monkeypatch):
+    begun, known = [], Exchange.known
+    monkeypatch.setattr(Exchange, "known", lambda *args: begun.append(known(*args)) or begun[-1])
+    require_two_equal_runs("lstm", compiled=False, iterations=4, device="cpu", kind=Apart)
+    assert any(begun)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("agent", ["ppo", "lstm", "impala_shallow"])
+def test_with_unrolls_that_begin_early_two_captured_runs_are_equal(agent):
+    require_two_equal_runs(agent, compiled=True, iterations=30, kind=Apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize("agent", ["ppo", *FALL_BACK])
+def test_uncompiled_on_a_gpu_two_runs_are_equal(agent):
+    require_two_equal_runs(agent, compiled=False, iterations=3)
 
 
 @pytest.mark.gpu

@@ -167,6 +167,17 @@ def test_a_free_lag_takes_the_newest_parameters_that_are_ready():
         assert len(exchange.versions()) == 1 and len(exchange._versions) <= 2
 
 
+def test_an_unroll_begins_early_with_parameters_that_are_ready_alone():
+    """Who took others would wait for their update, before it has handed over what it holds."""
+    exchange, ready = Exchange([Phases("env")], lag=1, capacity=1, timeout_s=60.0), set()
+    for version in range(3):
+        event = SimpleNamespace(query=lambda version=version: version in ready)
+        exchange.publish(version, handed := Handed({"version": version}, event))
+        assert exchange.known(version + 1) is None and exchange.known(version + 2) is None
+        ready.add(version)
+        assert exchange.known(version + 1) == (version, handed) == exchange.variables(version + 1)
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3, "free"])
 def test_parameters_that_nobody_can_ask_for_any_more_are_freed(seed, lag, monkeypatch):
     published, publish = [], Exchange.publish

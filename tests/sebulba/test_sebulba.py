@@ -321,6 +321,12 @@ def test_what_cannot_work_is_refused_at_the_start(config, message):
         make(config)
 
 
+def test_more_pools_than_a_gpu_has_streams_for_are_refused_before_it_is_used():
+    told = "loop.num_actor_threads=16 with loop.pools_per_actor=2 are 32 pools, and 30 per GPU can act"
+    with pytest.raises(ValueError, match=told):
+        make(SebulbaConfig(num_actor_threads=16, pools_per_actor=2), num_envs=64, device="cuda")
+
+
 def test_parts_of_a_batch_that_cannot_be_dealt_are_refused_at_the_start():
     learner = replace(LEARNER, num_minibatches=3)  # T is no multiple of it, so that whole environments are dealt
     told = "num_envs=4 per rank are 2 in each of loop.updates_per_batch=2 updates, .* use a multiple of 6"

@@ -152,10 +152,11 @@ class Exchange:
                 self._changed.wait()
 
     def known(self, unroll: int) -> tuple[int, Handed] | None:
-        """As `variables`, without waiting: None if there is no such version yet, or there may be newer ones later."""
+        """As `variables`, without waiting: None if its update is not over yet, or there may be newer ones later."""
         with self._changed:
             version = self._version_for(unroll)
-            return (version, self._versions[version]) if self._lag is not None and version in self._versions else None
+            handed = self._versions.get(version) if self._lag is not None else None
+            return (version, handed) if handed is not None and handed.complete() else None
 
     def newest(self) -> Handed:
         """The newest version, without waiting."""
@@ -185,7 +186,7 @@ class Exchange:
 
     def _newest(self) -> int:
         """Of a free lag, whose update is over: who took one that a GPU still works on would wait for it."""
-        over = [v for v, x in self._versions.items() if self._lag is not None or x.ready is None or x.ready.query()]
+        over = [v for v, x in self._versions.items() if self._lag is not None or x.complete()]
         return max(over or self._versions)
 
     def _raise_failure(self) -> None:

@@ -32,9 +32,12 @@ from torchpod.replay.learning import ReplayLearner
 from torchpod.rollout import Step, make_step, start
 from torchpod.sebulba.actor import Act, Actor, Pool, make_act, splits
 from torchpod.sebulba.exchange import Item, Phases
-from torchpod.sebulba.transfer import Handed, Port, Static, hand_over, on, take
+from torchpod.sebulba.transfer import FIRST_PRIORITY, Handed, Port, Static, hand_over, on, take
 from torchpod.types import Carry, Trajectory, Tree
 from torchpod.watched import close_all, watched
+
+MOST_CAPTURED = 30
+"""Pools that act on one GPU: torch has 32 streams of a kind, and graphs of one stream share the workspace of cuBLAS."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,11 @@ class Sebulba:
                 raise ValueError(
                     f"num_envs={num_envs} per rank cannot be split by loop.{name}; use a multiple of {parts}."
                 )
+        if self.device.type == "cuda" and num_pools > MOST_CAPTURED * len(devices):
+            raise ValueError(
+                f"loop.{threads} with loop.pools_per_actor={config.pools_per_actor} are {num_pools} pools, and "
+                f"{MOST_CAPTURED} per GPU can act at the same time; use fewer."
+            )
         if compiler.population > 1:
             raise ValueError(f"population={compiler.population} needs loop=anakin; Sebulba trains one member.")
         if config.refresh == "step" and config.lag != "free":
@@ -202,8 +210,8 @@ class Sebulba:
         return self.envs[0].traits.pure
 
     def capturable(self) -> bool:
-        """Whether a graph can hold what has run so far: what runs uncompiled may ask the device for numbers."""
-        return not self.compiler.fell_back
+        """Whether a graph can hold what has run so far."""
+        return self.compiler.capturable(self.agent)
 
     def init(self, seed: int, iteration: int = 0) -> RunState:
         """The state before the first iteration, or to resume from a checkpoint of another. Starts the environments."""
@@ -263,7 +271,9 @@ class Sebulba:
                     with torch.no_grad(), on(device):
                         own = pytree.tree_map(lambda x, device=device: x.to(device), variables)
                         capture, args = device.type == "cuda", (own, *share)
-                        advance = Static(advance, args, capture=capture, capturable=self.capturable)
+                        advance = Static(
+                            advance, args, capture=capture, capturable=self.capturable, priority=FIRST_PRIORITY
+                        )
                     port = None if self.restartable else Port(device)
                 if not self.config.num_actor_threads:  # the watchdog of the threads sleeps while the main thread steps
                     env = watched(env, "training", self.config.timeout_s)
@@ -379,7 +389,7 @@ def _states_of(item: Item, device: torch.device) -> tuple[Tree, Tree]:
     states = take(Handed((actor_state, carry.actor_state), item.states.ready), device)
     if item.states.ready is not None:
         for x in item.steps.values(include_nested=True, leaves_only=True):
-            x.record_stream(torch.cuda.current_stream(x.device))
+            item.states.wait(x)
     return states
 
 

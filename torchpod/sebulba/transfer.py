@@ -17,6 +17,9 @@ from torchpod.graph import Replay
 from torchpod.trees import reader, writer
 from torchpod.types import Tree
 
+FIRST_PRIORITY = -1
+"""The priority of what actors launch, before what a learner does."""
+
 _ALIGNED = 256
 """Bytes at a multiple of which a tensor begins, as in memory of its own."""
 
@@ -27,6 +30,20 @@ class Handed(NamedTuple):
     tree: Tree
     ready: Any
     """The CUDA event after which it is complete; None on the CPU."""
+
+    def complete(self) -> bool:
+        """Whether it is by now: who takes it does not wait."""
+        return self.ready is None or self.ready.query()
+
+    def wait(self, x: Tensor) -> None:
+        """Has what follows on the current stream of a tensor's device wait, and keeps its memory until that is done.
+
+        A copy to another GPU may begin with one on the tensor's own.
+        """
+        stream = torch.cuda.current_stream(x.device)
+        if self.ready is not None:
+            stream.wait_event(self.ready)
+        x.record_stream(stream)
 
 
 def hand_over(tree: Tree, device: torch.device) -> Handed:
@@ -43,8 +60,7 @@ def take(handed: Handed, device: torch.device) -> Tree:
 
     def move(x: Tensor) -> Tensor:
         if x.device.type == "cuda":
-            # Its memory belongs to the stream that made it, and must not be given away before this one is done.
-            x.record_stream(torch.cuda.current_stream(x.device))
+            handed.wait(x)
         return x.to(device, non_blocking=True)
 
     if handed.ready is not None:
@@ -124,6 +140,7 @@ class Static:
       args: to begin with.
       capture: use a CUDA graph.
       capturable: asked after the first run, whether that can be.
+      priority: as of `Replay`.
     """
 
     def __init__(
@@ -133,10 +150,13 @@ class Static:
         *,
         capture: bool,
         capturable: Callable[[], bool] = lambda: True,
+        priority: int = 0,
     ) -> None:
         if not capture:
             fn(*pytree.tree_map(torch.clone, args))  # compiles, which no actor's thread may; nothing but time is lost
-        self._replay = Replay(lambda own: (own, fn(*own)), args, capture=capture, capturable=capturable)
+        self._replay = Replay(
+            lambda own: (own, fn(*own)), args, capture=capture, capturable=capturable, priority=priority
+        )
         self._leaves = reader(args)  # by their names, for an update may hand on dicts in another order
         self._own = self._leaves(self._replay.state)
         self._given: tuple[Tensor | None, ...] = (None,) * len(self._own)
@@ -167,7 +187,7 @@ def stream_of_its_own(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with on(device), torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+    with on(device), torch.cuda.stream(torch.cuda.Stream(priority=FIRST_PRIORITY)):
         yield
 
 
