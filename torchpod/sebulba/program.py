@@ -63,7 +63,7 @@ class Program:
                 self._publish(self._iteration - back, state.older[-back])
         self._publish(self._iteration, sebulba.learner.acting(state.learner, state.iteration))
         self._items: list[Item] = []
-        self._checked = sebulba.replay is None
+        self._checked = False
         self.healthy = bool(state.learner.healthy)
         """Whether all gradients so far were finite."""
         self._threaded = sebulba.config.num_actor_threads > 0
@@ -104,7 +104,7 @@ class Program:
         with span("update"):
             update = self._sebulba.fill if number < self.fill_iterations else self._update
             trajectory = merge(items, self._sebulba.device)
-            if not self._checked:
+            if self._sebulba.replay and not self._checked:
                 self._sebulba.replay.buffer.check_frames(trajectory)  # a captured update does not
                 self._checked = True
             self._state, metrics = update(self._state, trajectory)
