@@ -547,18 +547,24 @@ def problems(
 
 
 def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:
-    """The cases whose names begin with `only`, or one of several that commas part; all, if that is None.
+    """The cases whose names `named` finds."""
+    kept = named([case.name for case in cases], only, suite)
+    return [case for case in cases if case.name in kept]
+
+
+def named(names: Sequence[str], only: str | None, suite: str) -> list[str]:
+    """The names that begin with `only`, or one of several that commas part; all, if that is None.
 
     Raises:
       ValueError: if there is none.
     """
     if only is None:
-        return [*cases]
+        return [*names]
     starts = only.split(",")
     for start in starts:
-        if not start or not any(case.name.startswith(start) for case in cases):
-            raise ValueError(f"--only {start!r} is no row of {suite}; {nearest(start, [case.name for case in cases])}")
-    return [case for case in cases if case.name.startswith(tuple(starts))]
+        if not start or not any(name.startswith(start) for name in names):
+            raise ValueError(f"--only {start!r} is no row of {suite}; {nearest(start, [*names])}")
+    return [name for name in names if name.startswith(tuple(starts))]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Suite `population`: populations of PPO on CartPole-v1 as one program, torchpod beside JAX (`jax.vmap`) on one core.
 
-    torchpod bench population [--json FILE] [--quick]
+    torchpod bench population [--json FILE] [--quick] [--only NAME]
 
 Rates are those of all members together. On two cores XLA may hang: it has `TWO_CORES_S` there.
 Read anakin.py first.
@@ -31,6 +31,7 @@ def main(
     json_path: str | None = None,
     *,
     quick: bool = False,
+    only: str | None = None,
     cases: Sequence[tuple[int, int]] = CASES,
     rounds: int = 3,
     repeats: int = 3,
@@ -50,10 +51,11 @@ def main(
     ours, peer = workers or default_workers()
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
+    kept = harness.named([name_of(case) for case in cases], only, "population")
     if not workers:
         make_libraries(ours, core)
-    for members, num_envs in cases:
-        name = f"{WORK}/{members}x{num_envs}"
+    for members, num_envs in (case for case in cases if name_of(case) in kept):
+        name = name_of((members, num_envs))
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
             arguments = [case_arguments(members, num_envs, repeats, learn=not quick, seed=i) for i in range(rounds)]
             results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
@@ -82,8 +84,14 @@ def main(
         figures=figures,
         load_average=load_average,
         json_path=json_path,
-        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick},
+        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
     )
+
+
+def name_of(case: tuple[int, int]) -> str:
+    """Of its row."""
+    members, num_envs = case
+    return f"{WORK}/{members}x{num_envs}"
 
 
 def case_arguments(members: int, num_envs: int, repeats: int, *, learn: bool, seed: int) -> list[str]:

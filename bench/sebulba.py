@@ -1,6 +1,6 @@
 """Suite `sebulba`: EnvPool raw, with inference, and with PPO, on all cores of this machine.
 
-    torchpod bench sebulba [--json FILE] [--quick]
+    torchpod bench sebulba [--json FILE] [--quick] [--only NAME]
 
 The budget is the one of suite `anakin`: environments, + inference (`act_...`), + learning (`ppo_...`), with one and two
 actor threads and with one that has two pools, whose threads are their own or in common, beside (a) the same work in
@@ -62,6 +62,7 @@ def main(
     quick: bool = False,
     cases: Mapping[str, Case] = CASES,
     paced: Mapping[str, Case] = PACED,
+    only: str | None = None,
     rounds: int = 3,
     repeats: int = 3,
     ours: tuple[str, ...] = (sys.executable, "-m", "torchpod.bench.sebulba_worker"),
@@ -74,6 +75,8 @@ def main(
       quick: CartPole, one round of one call: whether everything works, not how fast it is.
       cases: environments.
       paced: environments of rows `paced_...`.
+      only: of these, those whose names begin with this (cartpole, pong, ant, paced_pong); the page then shows this run
+        in the place of their rows.
       rounds: times that each side runs, in turn.
       repeats: timed calls in a round.
       ours: command of torchpod's worker.
@@ -81,6 +84,9 @@ def main(
     """
     if quick:
         cases, paced, rounds, repeats = {"cartpole": CASES["cartpole"]}, {}, 1, 1
+    kept = harness.named([*cases, *(f"paced_{name}" for name in paced)], only, "sebulba")
+    cases = {name: case for name, case in cases.items() if name in kept}
+    paced = {name: case for name, case in paced.items() if f"paced_{name}" in kept}
     load_average = getloadavg()
     make, rows, failures = RowMaker(), [], []
     for name, case in cases.items():
@@ -107,7 +113,7 @@ def main(
         calibrations=[harness.calibrate(None)],
         load_average=load_average,
         json_path=json_path,
-        extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick},
+        extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
     )
 
 

@@ -38,7 +38,7 @@ torchpod check ENV REFERENCE      compare an environment with one in plain Pytho
 torchpod autoscale [KEY=VALUE ...]  the num_envs and minibatches that fit memory, and the fastest of them
 torchpod list envs|algos|experiments|losses
 torchpod doctor                   what works on this machine, and why not
-torchpod bench SUITE [--json FILE]"""
+torchpod bench SUITE [--json FILE] [--only NAME[,NAME]] [--quick]"""
 
 EVERYDAY = (ValueError, OSError, ImportError)
 """Errors of Python's own whose message says what to do, an extra that is not installed among them."""

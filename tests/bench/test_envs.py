@@ -66,7 +66,7 @@ def test_one_row_alone(tmp_path, monkeypatch):
         run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="y")
     with pytest.raises(
         ValueError,
-        match="suites agents, anakin, brax, envs, gpu, losses, lowered, multiagent and replay; reuse is run whole",
+        match="lowered, multiagent, population, replay and sebulba; reuse is run whole",
     ):
         bench.main(["reuse", "--only", "x"])
 

@@ -237,8 +237,8 @@ def test_options_that_would_change_nothing_are_refused(monkeypatch):
     for option in (["--json", "x.json"], ["--quick"], ["--only", ""]):
         with pytest.raises(ValueError, match=f"report renders all results and takes no {option[0]}"):
             bench.main(["report", *option])
-    with pytest.raises(ValueError, match="--only '' is for the suites .*; population is run whole"):
-        bench.main(["population", "--only", ""])
+    with pytest.raises(ValueError, match="--only '' is for the suites .*; scaling is run whole"):
+        bench.main(["scaling", "--only", ""])
 
 
 def test_what_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):

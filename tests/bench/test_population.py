@@ -27,6 +27,14 @@ def test_rows_are_ratios_on_one_core_and_on_two(tmp_path, fake):
     assert (two["name"], two["ratio"]) == ("population_ppo_cartpole/16x4 on 2 cores", pytest.approx(1.5))
 
 
+def test_one_row_alone(tmp_path, fake):
+    workers, cases = (fake("torchpod", 3000.0), fake("jax", 2000.0)), ((16, 4), (64, 4))
+    _, result = run_suite(tmp_path, *workers, cases=cases, only="population_ppo_cartpole/64")
+    assert result["only"] and all("/64x4" in row["name"] for row in result["rows"]) and len(result["rows"]) == 4
+    with pytest.raises(ValueError, match="--only 'population_ppo_cartpole/8' is no row of population"):
+        run_suite(tmp_path, *workers, cases=cases, only="population_ppo_cartpole/8")
+
+
 def test_every_round_has_seeds_of_its_own(tmp_path, fake, monkeypatch):
     run_worker, seeds = harness.run_worker, {False: [], True: []}
 

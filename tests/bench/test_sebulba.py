@@ -33,7 +33,7 @@ print(json.dumps({
 """
 
 
-def run(tmp_path, plain_parameters):
+def run(tmp_path, plain_parameters, only=None):
     commands = []
     for name, parameters in (("ours", 5), ("plain", plain_parameters)):
         (tmp_path / f"{name}.py").write_text(FAKE.replace("PARAMETERS", str(parameters)))
@@ -42,11 +42,22 @@ def run(tmp_path, plain_parameters):
         str(tmp_path / "out.json"),
         cases={"x": Case("X-v0", 4, 1)},
         paced={"x": Case("X-v0", 4, 1)},
+        only=only,
         rounds=2,
         ours=commands[0],
         plain=commands[1],
     )
     return status, json.loads((tmp_path / "out.json").read_text())
+
+
+def test_one_environment_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {})
+    _, document = run(tmp_path, 5, only="paced")
+    assert document["only"] == "paced" and {row["name"].partition("_")[0] for row in document["rows"]} == {"paced"}
+    _, document = run(tmp_path, 5, only="x")
+    assert {row["name"].partition("_")[0] for row in document["rows"]} == {"raw", "act", "ppo", "cpu"}
+    with pytest.raises(ValueError, match="--only 'pang' is no row of sebulba"):
+        run(tmp_path, 5, only="pang")
 
 
 def test_every_side_is_compared_at_its_better_number_of_threads(tmp_path, monkeypatch):
