@@ -35,8 +35,8 @@ test-all: setup $(HOST_READY)
 	@mkdir -p docs
 	@log=$$(mktemp) && { $(BIN)/python -m pytest -m "not gpu" -rs -n $(WORKERS) --dist worksteal $(ARGS); echo $$? > $$log.rc; } | tee $$log; \
 	dirty=$$(test -z "$$(git status --porcelain -- . ':!docs/test-all.md')" || echo " + changes"); \
-	test -s docs/test-all.md || printf '# Runs of the whole suite (make test-all)\n\n| date | commit | result |\n|---|---|---|\n' > docs/test-all.md; \
-	echo "| $$(date -u +%F) | $$(git rev-parse --short HEAD 2>/dev/null || echo none)$$dirty | $$(tail -n 1 $$log | tr -d '=' | sed 's/^ *//; s/ *$$//') |" >> docs/test-all.md; \
+	test -s docs/test-all.md || printf '# Runs of the whole suite\n\n| what | date | commit | result |\n|---|---|---|---|\n' > docs/test-all.md; \
+	echo "| \`make test-all\` | $$(date -u +%F) | $$(git rev-parse --short HEAD 2>/dev/null || echo none)$$dirty | $$(tail -n 1 $$log | tr -d '=' | sed 's/^ *//; s/ *$$//') |" >> docs/test-all.md; \
 	rc=$$(cat $$log.rc); rm -f $$log $$log.rc; exit $$rc
 
 # The oldest TorchRL and TensorDict that are supported, in a folder that no other program sees.

@@ -7,7 +7,6 @@ de Witt et al. 2020 (https://arxiv.org/abs/2011.09533), and independent A2C; in 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -405,14 +404,9 @@ def _short(index: list[int]) -> slice | tuple[int, ...]:
 def _pick(x: Tensor, part: slice | tuple[int, ...], axis: int) -> Tensor:
     if isinstance(part, slice):
         return x.narrow(axis, part.start, part.stop - part.start)
-    make = _index.__wrapped__ if torch.compiler.is_compiling() else _index  # what a trace makes is of that trace
-    return x.index_select(axis, make(part, x.device))
-
-
-@functools.cache
-def _index(part: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once: a graph cannot hold a copy from the host."""
-    return torch.tensor(part, device=device)
+    if torch.compiler.is_compiling() or x.device.type == "cpu":  # where the index is a constant
+        return x.index_select(axis, torch.tensor(part, device=x.device))
+    return torch.cat([x.narrow(axis, i, 1) for i in part], axis)  # for a graph cannot hold a copy from the host
 
 
 def _flat(tree: Tree, axis: int) -> Tree:

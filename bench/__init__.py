@@ -23,10 +23,7 @@ SUITES = {
     )
 }
 
-HAVE_PARTS = (
-    *("agents", "anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "population", "replay"),
-    "sebulba",
-)
+HAVE_PARTS = tuple(name for name in SUITES if name not in ("reuse", "scaling"))
 """Suites that know `--only`."""
 
 
@@ -46,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows here instead of bench/results/")
     parser.add_argument("--quick", action="store_true", help="one size, two short rounds: does it work at all?")
     parser.add_argument(
-        "--only", metavar="NAME[,NAME]", help=f"of {', '.join(HAVE_PARTS)}: the rows whose names begin so"
+        "--only",
+        metavar="NAME[,NAME]",
+        help=f"of {', '.join(HAVE_PARTS)}: the rows, of sebulba the environments, whose names begin so",
     )
     args = parser.parse_args(argv)
     report, harness = (importlib.import_module(f"{__name__}.{name}") for name in ("report", "harness"))

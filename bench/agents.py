@@ -4,7 +4,7 @@
 
 A row is `torchpod train` with an experiment or other settings, for fewer steps than it has, on one core, or on a GPU if
 there is one: acting, storing, drawing and updating, as its summary counts them, without compilation. The rounds have
-seeds of their own. On a GPU the suite ends within ten minutes, and tells what it had no time for.
+seeds of their own. On a GPU no case begins after `GPU_BUDGET_S`, and the suite tells which had no time.
 """
 
 import json
@@ -101,7 +101,7 @@ def main(
         calibrations=calibrations,
         load_average=load_average,
         json_path=json_path,
-        extra={"core": core, "rounds": rounds, "quick": quick, "only": only},
+        extra={"core": core, "rounds": rounds, "quick": quick, "only": only, "budget_s": budget_s},
     )
 
 

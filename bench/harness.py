@@ -563,7 +563,7 @@ def named(names: Sequence[str], only: str | None, suite: str) -> list[str]:
     starts = only.split(",")
     for start in starts:
         if not start or not any(name.startswith(start) for name in names):
-            raise ValueError(f"--only {start!r} is no row of {suite}; {nearest(start, [*names])}")
+            raise ValueError(f"--only {start!r} is nothing of {suite}; {nearest(start, [*names])}")
     return [name for name in names if name.startswith(tuple(starts))]
 
 

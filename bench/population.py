@@ -44,6 +44,7 @@ def main(
     Returns:
       0, or 1 if the peer was below its figure, the work was unequal, a target missed or a side failed.
     """
+    kept = harness.named([name_of(case) for case in cases], only, "population")
     if quick:
         cases, rounds, repeats = cases[:1], 2, 1
     if core is None:
@@ -51,7 +52,6 @@ def main(
     ours, peer = workers or default_workers()
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
-    kept = harness.named([name_of(case) for case in cases], only, "population")
     if not workers:
         make_libraries(ours, core)
     for members, num_envs in (case for case in cases if name_of(case) in kept):

@@ -45,8 +45,8 @@ product's, with which JAX's rate does not grow: on an Intel Xeon the product is 
 that its rows are below their figures there.) In `compile_cold_...` every program is compiled, but our own libraries and
 the precompiled header, which are made once per machine, are there; `compile_first_...` begins without these.
 `train_warm_...` is the whole of `torchpod train` from a full cache, Python's and torch's imports included.
-"matrix products need 58% of the time" is what the networks' multiplications would take at the rate of torch's own
-product (calibrate.py); above 100 % torchpod's networks (cpu_mlp.cpp) multiply faster than that, or leave out zeros.
+"matrix products need 58% of the time" is what the networks' multiplications would take at the rate of NumPy's product
+(calibrate.py); above 100 % torchpod's networks (cpu_mlp.cpp) multiply faster than that, or leave out zeros.
 
 The figures of one core with 64 environments of CartPole (289,000) and with 64 and 1024 of Breakout (100,000 and 84,000)
 JAX does not reach pinned to one core of an EPYC 25-17: it does 0.6 to 0.8 of these, so that the suite fails there and

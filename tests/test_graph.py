@@ -1,7 +1,11 @@
 import contextlib
+import gc
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from torchpod.compile import Compiler
 from torchpod.graph import Replay
 
 
@@ -24,13 +28,14 @@ class FakeCuda:
     """Notes what a capture does with devices and streams."""
 
     def __init__(self, monkeypatch):
-        self.log, self.streams = [], 0
+        self.log, self.streams, self.priorities = [], 0, []
         self.here = "default"
         for name in ("Stream", "CUDAGraph", "current_stream", "device", "stream", "graph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
-    def Stream(self):
+    def Stream(self, priority):
         self.streams += 1
+        self.priorities.append(priority)
         return FakeStream(f"stream {self.streams}", self.log)
 
     def current_stream(self):
@@ -74,11 +79,12 @@ def test_every_capture_is_on_a_stream_of_its_own_on_the_device_of_the_state(monk
     cuda = FakeCuda(monkeypatch)
 
     def step(state):
-        cuda.log.append(f"runs on {cuda.here}")
+        cuda.log.append(f"runs on {cuda.here}" + ", collecting no garbage" * (not gc.isenabled()))
         return state, state[0] + 1
 
-    replays = [Replay(step, (torch.zeros(1),), capture=True) for _ in range(2)]
+    replays = [Replay(step, (torch.zeros(1),), capture=True, priority=p) for p in (-1, 0)]
     replays[0]()
+    assert cuda.priorities == [-1, 0] and gc.isenabled()
     assert cuda.log == [
         line
         for stream in ("stream 1", "stream 2")
@@ -89,6 +95,13 @@ def test_every_capture_is_on_a_stream_of_its_own_on_the_device_of_the_state(monk
             f"runs on {stream}",
             f"default waits for {stream}",
             f"capture on {stream}, thread_local",
-            "runs on default",
+            "runs on default, collecting no garbage",
         )
     ] + ["replay"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("may_fall_back", [True, False])
+def test_what_may_ask_the_device_is_not_captured(enabled, may_fall_back):
+    agent = SimpleNamespace(may_fall_back=may_fall_back)
+    assert Compiler(enabled).capturable(agent) == (enabled or not may_fall_back)

@@ -597,3 +597,14 @@ class TestDisk:
         assert result.stderr.startswith("torchpod: error: run cannot be written (Read-only file system)")
         assert result.stderr.count("\n") == 1
         assert result.stdout == "1\n0\n"
+
+
+def test_the_command_leaves_what_is_imported_to_itself_and_the_others_alone():
+    """Processes that import the main module, as multiprocessing's do, import no torch."""
+    code = (
+        "import gc, sys, torchpod.__main__ as command; assert 'torch' not in sys.modules\n"
+        "sys.argv = ['torchpod', 'list', 'algos']\n"
+        "print(command.main(), gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "0 True True", done.stderr

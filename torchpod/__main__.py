@@ -7,14 +7,15 @@ import sys
 def main() -> int:
     """One command; see main.py.
 
-    Python looks for garbage among what imports make, which stays: 0.9 of the 6.3 s of a start from a full cache
-    (`torchpod bench anakin`, train_warm). It does not here, and never looks at what is there now again.
+    Python looks for garbage among what imports make, which stays: 0.9 of the 6.3 s of a start from a full cache. Here
+    it does not, nor ever again at what is there now, the little that is garbage included.
     """
     gc.disable()
-    from torchpod.main import main as run
-
-    gc.freeze()
-    gc.enable()
+    try:
+        from torchpod.main import main as run
+    finally:
+        gc.freeze()
+        gc.enable()
     return run()
 
 

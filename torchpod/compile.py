@@ -83,7 +83,10 @@ class Compiler:
         return any(fn.fell_back for fn in self._made)
 
     def capturable(self, agent: Agent) -> bool:
-        """Whether a graph can hold what has run so far: see `fell_back`; who need not compile may ask so too."""
+        """Whether a graph can hold what has run so far.
+
+        What fell back may ask the device for numbers, and so may, with `compile=false`, an agent that may fall back.
+        """
         return not self.fell_back and (self.enabled or not agent.may_fall_back)
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def test_a_goal_that_is_missed_and_a_slow_peer_fail(tmp_path, monkeypatch):
 def test_one_row_alone(tmp_path, monkeypatch):
     _, document = run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="x")
     assert (document["only"], len(document["rows"])) == ("x", 1)
-    with pytest.raises(ValueError, match="--only 'y' is no row of envs"):
+    with pytest.raises(ValueError, match="--only 'y' is nothing of envs"):
         run(tmp_path, monkeypatch, Case("x", "X-v0", 1), only="y")
     with pytest.raises(
         ValueError,

@@ -81,7 +81,7 @@ def test_some_rows_alone(tmp_path, fake):
     _, document = run_suite(tmp_path, *workers, cases=cases, only="ppo_pendulum")
     assert document["rows"][0]["name"] == "ppo_pendulum/1024" and len(document["rows"]) == 5
     assert run_suite(tmp_path, *workers, only="correctness")[1]["rows"] == []
-    with pytest.raises(ValueError, match="--only 'ppo_pendel' is no row of gpu"):
+    with pytest.raises(ValueError, match="--only 'ppo_pendel' is nothing of gpu"):
         run_suite(tmp_path, *workers, cases=cases, only="ppo_pendel")
 
 

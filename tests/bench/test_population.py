@@ -31,7 +31,7 @@ def test_one_row_alone(tmp_path, fake):
     workers, cases = (fake("torchpod", 3000.0), fake("jax", 2000.0)), ((16, 4), (64, 4))
     _, result = run_suite(tmp_path, *workers, cases=cases, only="population_ppo_cartpole/64")
     assert result["only"] and all("/64x4" in row["name"] for row in result["rows"]) and len(result["rows"]) == 4
-    with pytest.raises(ValueError, match="--only 'population_ppo_cartpole/8' is no row of population"):
+    with pytest.raises(ValueError, match="--only 'population_ppo_cartpole/8' is nothing of population"):
         run_suite(tmp_path, *workers, cases=cases, only="population_ppo_cartpole/8")
 
 

@@ -56,7 +56,7 @@ def test_one_environment_alone(tmp_path, monkeypatch):
     assert document["only"] == "paced" and {row["name"].partition("_")[0] for row in document["rows"]} == {"paced"}
     _, document = run(tmp_path, 5, only="x")
     assert {row["name"].partition("_")[0] for row in document["rows"]} == {"raw", "act", "ppo", "cpu"}
-    with pytest.raises(ValueError, match="--only 'pang' is no row of sebulba"):
+    with pytest.raises(ValueError, match="--only 'pang' is nothing of sebulba"):
         run(tmp_path, 5, only="pang")
 
 

@@ -60,7 +60,7 @@ class Drawn(CartPole):
         return size[:, None, None].expand(-1, 84, 84, -1).contiguous()
 
 
-class Apart(HostEnv):
+class InParts(HostEnv):
     """Stepped between `send` and `recv`, so that an unroll may begin early, with keys of its own."""
 
     def init(self, keys):
@@ -155,11 +155,12 @@ def test_captured_actors_and_learner_do_what_uncompiled_ones_do_on_the_cpu(agent
 )
 def test_what_falls_back_is_left_out_of_the_captures_and_does_the_same(agent, expected, monkeypatch):
     """On the CPU, where a stand-in asks and warms up as `Replay` does for a GPU, and counts what it would capture."""
-    captured = []
+    captured, priorities = [], []
 
     class StandIn(Replay):
-        def __init__(self, fn, state, *, capture, capturable):
+        def __init__(self, fn, state, *, capture, capturable, priority):
             super().__init__(fn, state, capture=capture)
+            priorities.append(priority)
             for _ in range(2):
                 fn(pytree.tree_map(torch.clone, self.state))
             if capturable():
@@ -175,6 +176,7 @@ def test_what_falls_back_is_left_out_of_the_captures_and_does_the_same(agent, ex
             state = program.state
         ends.append(state.learner.params)
     assert sebulba.compiler.fell_back == (agent in FALL_BACK) and len(captured) == expected
+    assert priorities == [-1, 0]  # of one pool, and of the update
     for name, x in ends[0].items():
         torch.testing.assert_close(ends[1][name], x, rtol=0, atol=0)
 
@@ -196,14 +198,14 @@ def test_with_a_fixed_lag_two_runs_are_equal(agent):
 def test_with_unrolls_that_begin_early_two_runs_are_equal(monkeypatch):
     begun, known = [], Exchange.known
     monkeypatch.setattr(Exchange, "known", lambda *args: begun.append(known(*args)) or begun[-1])
-    require_two_equal_runs("lstm", compiled=False, iterations=4, device="cpu", kind=Apart)
+    require_two_equal_runs("lstm", compiled=False, iterations=4, device="cpu", kind=InParts)
     assert any(begun)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("agent", ["ppo", "lstm", "impala_shallow"])
 def test_with_unrolls_that_begin_early_two_captured_runs_are_equal(agent):
-    require_two_equal_runs(agent, compiled=True, iterations=30, kind=Apart)
+    require_two_equal_runs(agent, compiled=True, iterations=30, kind=InParts)
 
 
 @pytest.mark.gpu

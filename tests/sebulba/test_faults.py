@@ -26,16 +26,16 @@ from torchpod.sebulba.exchange import Exchange, Phases
 
 
 class Broken(HostEnv):
-    """Goes wrong at step 20: raises, hangs for `hang_s`, or gives rewards of another shape, another type, or NaN."""
+    """Goes wrong at step `at`: raises, hangs for `hang_s`, or gives rewards of another shape, another type, or NaN."""
 
-    def __init__(self, fault, hang_s=0.0):
+    def __init__(self, fault, hang_s=0.0, at=20):
         super().__init__(CartPole(max_episode_steps=7))
-        self.fault, self.hang_s, self.count, self.over = fault, hang_s, 0, threading.Event()
+        self.fault, self.hang_s, self.at, self.count, self.over = fault, hang_s, at, 0, threading.Event()
 
     def step(self, state, action, keys):
         self.count += 1
         state, timestep = super().step(state, action, keys)
-        if self.count < 20:
+        if self.count < self.at:
             return state, timestep
         if self.fault == "raise":
             raise KeyError("the simulator lost its licence")
@@ -58,14 +58,23 @@ def test_a_failing_environment_ends_the_run_with_its_own_error(seed, fault, caus
     assert isinstance(caught.value.__cause__, cause)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["", "through a port"])
+@pytest.mark.parametrize(
+    ("fault", "static", "at", "given"),
+    [
+        ("type", False, 20, r"torch.float64 \[2\]"),
+        ("type", True, 20, r"torch.float64 \[2\]"),
+        ("type", True, 1, r"torch.float64 \[2\]"),
+        ("shape", True, 20, r"torch.float32 \[1\]"),
+        ("shape", True, 1, r"torch.float32 \[1\]"),
+    ],
+)
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_a_reward_of_another_type_than_at_first_is_named(num_threads, static, seed):
-    sebulba = make(SebulbaConfig(num_actor_threads=num_threads), env=Broken("type"))
+def test_a_reward_unlike_the_first_is_named(num_threads, fault, static, at, given, seed):
+    """`static`: through a port, which would convert it, or broadcast it."""
+    config = SebulbaConfig(num_actor_threads=num_threads, pools_per_actor=1 if num_threads else 2)
+    sebulba = make(config, env=Broken(fault, at=at))
     sebulba.static = static
-    message = (
-        r"cartpole gave reward as \[torch.float64\], and as \[torch.float32\] in its first timestep; give the same"
-    )
+    message = rf"cartpole gave reward as {given}, and as torch.float32 \[.\] in its first timestep; give the same in"
     with pytest.raises(ActorError if num_threads else TypeError, match=message):
         run(sebulba, sebulba.init(seed))
 

@@ -188,7 +188,7 @@ class ReplayBuffer:
 
         Raises:
           ValueError: at the first call, if there is not enough memory; if observations are no stacks of frames, on a
-            GPU at the first call alone.
+            GPU at the first call alone, unless it `rehearses`: then somebody else asks `check_frames`.
         """
         given = self._given(trajectory)
         if self._read is None or trajectory.timestep.step_type.device.type == "cpu":  # a GPU would be waited for

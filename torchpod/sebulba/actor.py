@@ -87,7 +87,7 @@ class Pool:
     ) -> None:
         self.env, self.carry, self.advance = env, carry, advance
         self.keys, self._phases, self._port = (env_keys, actor_keys), phases, port
-        self._types = _types(carry.timestep)
+        self._types, self._alike = _types(carry.timestep), False
         self.splits = splits(env)
         self._decided: Any = None
         self._native: Any = None
@@ -122,6 +122,9 @@ class Pool:
                 _, timestep = self.env.step(None, *self._native)
         if self._port is not None:
             self._phases.enter("transfer")
+            if not self._alike:  # to the first; the port has its types and shapes from here on
+                self.require_types(timestep)
+                self._alike = True
             try:
                 timestep = self._port.upload(timestep)
             except TypeError:
@@ -133,18 +136,20 @@ class Pool:
         self.carry = Carry((), timestep, actor_state, count)
         return self.carry, output
 
-    def require_types(self, timestep: TimeStep) -> None:
-        """Raises `TypeError` if a timestep, or many of them stacked, has other types than the first had."""
-        for name, first, now in zip(timestep._fields, self._types, _types(timestep), strict=True):
+    def require_types(self, timestep: TimeStep, *, stacked: bool = False) -> None:
+        """Raises `TypeError` if a timestep, or many of them `stacked`, has other types or shapes than the first had."""
+        for name, first, now in zip(timestep._fields, self._types, _types(timestep, int(stacked)), strict=True):
             if first != now:
                 raise TypeError(
                     f"{self.env.spec.name} gave {name} as {now}, and as {first} in its first timestep; give the same "
-                    "type in every step."
+                    "in every step."
                 )
 
 
-def _types(timestep: TimeStep) -> list[list[torch.dtype]]:
-    return [[x.dtype for x in pytree.tree_leaves(part)] for part in timestep]
+def _types(timestep: TimeStep, leading: int = 0) -> list[str]:
+    """Of each part, without its leading axes."""
+    told = lambda x: f"{x.dtype} {[*x.shape[leading:]]}"  # noqa: E731
+    return [", ".join(map(told, pytree.tree_leaves(part))) for part in timestep]
 
 
 class Actor:
@@ -239,7 +244,7 @@ class Actor:
                     pool.send(self._taken(self._begun[1]))
             trajectories = [recorder.trajectory() for recorder in recorders]
             for pool, trajectory in zip(self.pools, trajectories, strict=True):
-                pool.require_types(trajectory.timestep)
+                pool.require_types(trajectory.timestep, stacked=True)
             seconds = self.phases.take()
         items = []
         for pool, trajectory in zip(self.pools, trajectories, strict=True):

@@ -37,7 +37,8 @@ from torchpod.types import Carry, Trajectory, Tree
 from torchpod.watched import close_all, watched
 
 MOST_CAPTURED = 30
-"""Pools that act on one GPU: torch has 32 streams of a kind, and graphs of one stream share the workspace of cuBLAS."""
+"""Pools that act on one GPU. A graph has the workspace of cuBLAS of the handle and the stream with which it was
+captured, here those of the main thread; torch has 32 streams of a priority, of which others may take some."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Sebulba:
         if self.device.type == "cuda" and num_pools > MOST_CAPTURED * len(devices):
             raise ValueError(
                 f"loop.{threads} with loop.pools_per_actor={config.pools_per_actor} are {num_pools} pools, and "
-                f"{MOST_CAPTURED} per GPU can act at the same time; use fewer."
+                f"{MOST_CAPTURED} per GPU can act at the same time; use at most {MOST_CAPTURED * len(devices)}."
             )
         if compiler.population > 1:
             raise ValueError(f"population={compiler.population} needs loop=anakin; Sebulba trains one member.")
@@ -388,8 +389,7 @@ def _states_of(item: Item, device: torch.device) -> tuple[Tree, Tree]:
     actor_state, carry = item.states.tree
     states = take(Handed((actor_state, carry.actor_state), item.states.ready), device)
     if item.states.ready is not None:
-        for x in item.steps.values(include_nested=True, leaves_only=True):
-            item.states.wait(x)
+        item.states.wait([*item.steps.values(include_nested=True, leaves_only=True)])
     return states
 
 

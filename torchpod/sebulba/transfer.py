@@ -6,7 +6,7 @@ of this is nothing.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +35,18 @@ class Handed(NamedTuple):
         """Whether it is by now: who takes it does not wait."""
         return self.ready is None or self.ready.query()
 
-    def wait(self, x: Tensor) -> None:
-        """Has what follows on the current stream of a tensor's device wait, and keeps its memory until that is done.
+    def wait(self, leaves: Sequence[Tensor], *devices: torch.device) -> None:
+        """Has what follows on the current streams of these devices and of the tensors' wait, and keeps their memory.
 
         A copy to another GPU may begin with one on the tensor's own.
         """
-        stream = torch.cuda.current_stream(x.device)
+        streams = {d: torch.cuda.current_stream(d) for d in {*devices, *(x.device for x in leaves)} if d.type == "cuda"}
         if self.ready is not None:
-            stream.wait_event(self.ready)
-        x.record_stream(stream)
+            for stream in streams.values():
+                stream.wait_event(self.ready)
+        for x in leaves:
+            if x.device in streams:
+                x.record_stream(streams[x.device])
 
 
 def hand_over(tree: Tree, device: torch.device) -> Handed:
@@ -57,15 +60,8 @@ def take(handed: Handed, device: torch.device) -> Tree:
     """To be called where the tree is needed: on `device`, complete for what follows on the current stream there."""
     if handed.ready is None and device.type != "cuda":
         return handed.tree
-
-    def move(x: Tensor) -> Tensor:
-        if x.device.type == "cuda":
-            handed.wait(x)
-        return x.to(device, non_blocking=True)
-
-    if handed.ready is not None:
-        torch.cuda.current_stream(device).wait_event(handed.ready)
-    return pytree.tree_map(move, handed.tree)
+    handed.wait(pytree.tree_leaves(handed.tree), device)
+    return pytree.tree_map(lambda x: x.to(device, non_blocking=True), handed.tree)
 
 
 class Port:
