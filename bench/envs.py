@@ -54,7 +54,14 @@ CASES = (
     Case("minatar_seaquest", "Seaquest-MinAtar", 0.2, goal=2.0),
     Case("minatar_space_invaders", "SpaceInvaders-MinAtar", 0.6, figure=0.62e6, goal=2.0),
 )
-ALONE = ("covid_economy", "delayed_chain", "grid_world", "point_mass", "tag_continuous", "tag_gridworld")
+ALONE = (
+    Case("covid_economy", "", 0.1),
+    Case("delayed_chain", "", 5),
+    Case("grid_world", "", 2),
+    Case("point_mass", "", 2),
+    Case("tag_continuous", "", 0.03),
+    Case("tag_gridworld", "", 2),
+)
 """Without a peer in gymnax."""
 FIGURES = Figures(
     "2048x64x64", 95.1, {f"{case.name}/{NUM_ENVS}": case.figure for case in CASES if case.figure is not None}
@@ -67,7 +74,7 @@ def main(
     *,
     quick: bool = False,
     cases: Sequence[Case] = CASES,
-    alone: Sequence[str] = ALONE,
+    alone: Sequence[Case] = ALONE,
     rounds: int = 3,
     repeats: int = 3,
     core: int | None = None,
@@ -90,8 +97,7 @@ def main(
     load_average = os.getloadavg()
     calibrations = [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
-    cases = [*cases, *(Case(name, "", 2) for name in alone)]
-    cases = harness.chosen(cases, only, "envs")
+    cases = harness.chosen([*cases, *alone], only, "envs")
     for case in cases:
         sides = (ours, peer) if case.peer else (ours,)
         arguments = [case_arguments(case, repeats, quick=quick, seed=i) for i in range(rounds)]

@@ -92,7 +92,7 @@ def test_the_worker_counts_transitions_and_no_resets():
 
 
 def test_every_environment_has_a_row():
-    names = [case.name for case in CASES] + list(envs.ALONE)
+    names = [case.name for case in CASES] + [case.name for case in envs.ALONE]
     tensor = [name for name in MAKERS if name not in ("brax", "envpool", "gymnasium", "pettingzoo")]
     assert sorted(names) == sorted(tensor)
 
