@@ -214,8 +214,8 @@ def test_the_compiled_gradient_of_each_term_is_that_of_torchrl(name, seed):
     """In float32, where the policy is not the one that acted.
 
     Beyond rtol they may differ by 1e-6 of the largest number of a term's gradient, and by 1e-4 where actions are drawn:
-    the log-probability of one at 1 - 6e-8 hangs on the last bit of tanh, which moved a gradient by 9e-6. CQL's is made of sums of 1 that cancel (the last bias
-    has gradient 0), which round to 1e-5.
+    the log-probability of one at 1 - 6e-8 hangs on the last bit of tanh, which moved a gradient by 9e-6. CQL's is made
+    of sums of 1 that cancel (the last bias has gradient 0), which round to 1e-5.
     """
     env = env_for(name, max_episode_steps=T)
     agent, loss = of_both(name, env, seed)
