@@ -80,7 +80,9 @@ def main(
     core = harness.last_core() if device == "cpu" else None
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
     make, rows, failures = RowMaker(), [], []
-    deadline = time.monotonic() + (budget_s if budget_s is not None else GPU_BUDGET_S if device == "cuda" else math.inf)
+    if budget_s is None and device == "cuda":
+        budget_s = GPU_BUDGET_S
+    deadline = math.inf if budget_s is None else time.monotonic() + budget_s
     for case in harness.chosen(cases, only, "agents"):
         if time.monotonic() > deadline:
             failures.append(f"{case.name}: not measured, the time is over; use --only {case.name}.")

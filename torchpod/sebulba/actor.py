@@ -148,8 +148,7 @@ class Pool:
 
 def _types(timestep: TimeStep, leading: int = 0) -> list[str]:
     """Of each part, without its leading axes."""
-    told = lambda x: f"{x.dtype} {[*x.shape[leading:]]}"  # noqa: E731
-    return [", ".join(map(told, pytree.tree_leaves(part))) for part in timestep]
+    return [", ".join(f"{x.dtype} {[*x.shape[leading:]]}" for x in pytree.tree_leaves(part)) for part in timestep]
 
 
 class Actor:
