@@ -26,10 +26,12 @@ _SAID = {"action_log_prob": "`dist.log_prob(action)`", "state_value": "what the 
 
 @dataclass(frozen=True)
 class ActorCriticConfig:
-    """The networks; the defaults are those of classic control in CleanRL and purejaxrl."""
+    """The networks, and what the losses have in common; defaults as for classic control in CleanRL and purejaxrl."""
 
     hidden: tuple[int, ...] = (64, 64)
+    """Units of each hidden layer, of policy and value."""
     activation: str = "tanh"
+    """Of hidden layers: tanh, relu or silu."""
     torso: str = "small"
     """For images `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`."""
     channels: tuple[int, ...] = (16,)
@@ -57,6 +59,12 @@ class ActorCriticConfig:
     """Then they are clipped to [-reward_clip, reward_clip]."""
     reuse_forward: bool = False
     """Differentiate the forward pass of the rollout, instead of computing it again; for one epoch of one minibatch."""
+    discount: float = 0.99
+    """Gamma: what a reward is worth one step later."""
+    value_coefficient: float = 0.5
+    """Of the value loss, where policy and value share a loss: c1 of eq. 9 of PPO's paper."""
+    entropy_coefficient: float = 0.01
+    """Of the entropy bonus: c2 there."""
 
 
 class ActorCritic(Agent):

@@ -25,10 +25,13 @@ class APGConfig:
     """The horizon is `algo.unroll_length`."""
 
     hidden: tuple[int, ...] = (64, 64)
+    """Units of each hidden layer."""
     activation: str = "tanh"
+    """Of hidden layers: tanh, relu or silu."""
     initial_log_std: float | None = None
     """Of the noise before the squashing; None: a deterministic policy, which explores by its starting states alone."""
     discount: float = 0.99
+    """Gamma: what a reward is worth one step later."""
 
 
 class APG(Agent):

@@ -27,8 +27,11 @@ class DDPGConfig:
     hidden: tuple[int, ...] = (256, 256)
     """Of policy and critic, each; images are flattened."""
     activation: str = "relu"
+    """Of hidden layers: tanh, relu or silu."""
     n_step: int = 1
+    """Rewards that are added up before the value of what follows."""
     discount: float = 0.99
+    """Gamma: what a reward is worth one step later."""
     reward_scale: float = 1.0
     """Multiplies rewards before they are learned from."""
     noise: str = "gaussian"
@@ -38,6 +41,7 @@ class DDPGConfig:
     ou_rate: float = 0.15
     """Part of the process that is forgotten in a step."""
     target_rate: float = 0.005
+    """How far the targets follow after an update: tau of the paper."""
 
 
 class DDPG(Agent):

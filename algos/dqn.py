@@ -26,7 +26,9 @@ class DQNConfig:
     """Defaults for classic control; Atari and MinAtar want a torso."""
 
     hidden: tuple[int, ...] = (128, 128)
+    """Units of each hidden layer."""
     activation: str = "relu"
+    """Of hidden layers: tanh, relu or silu."""
     torso: str = "small"
     """For images `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`."""
     channels: tuple[int, ...] = (16,)
@@ -37,10 +39,12 @@ class DQNConfig:
     """The online network chooses the action that the target network values (van Hasselt et al. 2016,
     https://arxiv.org/abs/1509.06461)."""
     n_step: int = 3
+    """Rewards that are added up before the value of what follows."""
     huber_delta: float = math.inf
     """Of DQN alone: larger errors count linearly. With 1, as in the paper, whose rewards are clipped, CartPole is not
     learnt: an error at the end of an episode is as large as the value there, up to 100, and would count as 1."""
     discount: float = 0.99
+    """Gamma: what a reward is worth one step later."""
     epsilon: float = 0.05
     """Share of random actions at last; none in evaluation."""
     exploration_fraction: float = 0.2
@@ -49,10 +53,12 @@ class DQNConfig:
     """Every environment has its own `epsilon ** (1 + epsilon_spread * u)`, u uniform. Ape-X has 7, with epsilon 0.4
     (Horgan et al. 2018, https://arxiv.org/abs/1803.00933)."""
     reward_clip: float = math.inf
+    """Rewards are learned from as clipped to [-reward_clip, reward_clip]."""
     target_rate: float = 0.02
-    target_interval: int = 1
     """The targets follow a little after every update (Lillicrap et al. 2016, https://arxiv.org/abs/1509.02971). With
     rate 1 and interval 200 they are copied now and then, as in the paper."""
+    target_interval: int = 1
+    """Updates until the targets follow."""
 
 
 class DQN(Agent):
@@ -178,8 +184,11 @@ class C51Config(DQNConfig):
     """The returns that it can tell apart lie between `low` and `high`."""
 
     num_atoms: int = 51
+    """How many."""
     low: float = -10.0
+    """The least."""
     high: float = 10.0
+    """The largest; discounted returns beyond count as these."""
 
 
 class C51(DQN):
@@ -210,6 +219,7 @@ class QRDQNConfig(DQNConfig):
     """Quantiles of the returns."""
 
     num_quantiles: int = 50
+    """How many, of equal weight."""
 
 
 class QRDQN(DQN):

@@ -22,12 +22,12 @@ from torchpod.types import FIRST, LAST, Batch, LossOutput, Trajectory
 class IMPALAConfig(ActorCriticConfig):
     """Defaults: section 5.1 and table D.1 of the paper, for small networks."""
 
-    discount: float = 0.99
     lambda_: float = 1.0
+    """Multiplies the c of remark 2: below 1, values far ahead count less."""
     rho_clip: float = 1.0
+    """Of the importance weights in the temporal differences: which policy's values are learned."""
     c_clip: float = 1.0
-    value_coefficient: float = 0.5
-    entropy_coefficient: float = 0.01
+    """Of the weights c, at most rho_clip: how fast that is."""
 
 
 class IMPALA(ActorCritic):

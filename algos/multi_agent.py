@@ -53,7 +53,7 @@ class IA2CConfig(A2CConfig):
     """A2C's settings are those of every policy that says nothing else."""
 
     policies: dict[str, Any] | None = None
-    """As in IPPOConfig."""
+    """As of `algo=ippo`."""
 
 
 class Members(NamedTuple):

@@ -21,13 +21,14 @@ from torchpod.types import FIRST, LAST, Batch, LossOutput, Trajectory
 class PPOConfig(ActorCriticConfig):
     """Defaults: table 3 and section 5 of the paper, as run on classic control by CleanRL and purejaxrl."""
 
-    discount: float = 0.99
     gae_lambda: float = 0.95
+    """Of generalised advantages: 0 trusts the value function, 1 the rewards that were seen."""
     clip: float = 0.2
+    """Epsilon of eq. 7: the ratio of probabilities, new to old, counts from 1 - clip to 1 + clip."""
     value_clip: bool = True
-    value_coefficient: float = 0.5
-    entropy_coefficient: float = 0.01
+    """Clip how far values move from those of the rollout, too."""
     normalize_advantage: bool = True
+    """Advantages of mean 0 and standard deviation 1, in each minibatch, over all ranks."""
 
 
 class PPO(ActorCritic):

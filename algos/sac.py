@@ -36,12 +36,14 @@ class SACConfig:
     hidden: tuple[int, ...] = (256, 256)
     """Of policy and critics, each."""
     activation: str = "relu"
+    """Of hidden layers: tanh, relu or silu."""
     torso: str = "small"
     """For images `[H, W, C]`: small, nature, impala_shallow or impala_deep; see `make_torso`. Critics of
     continuous actions flatten images."""
     channels: tuple[int, ...] = (16,)
     """Of the torso "small", one 3x3 layer each; empty: flatten images for the MLP."""
     discount: float = 0.99
+    """Gamma: what a reward is worth one step later."""
     reward_scale: float = 1.0
     """Multiplies rewards before they are learned from."""
     initial_alpha: float = 1.0
@@ -51,6 +53,7 @@ class SACConfig:
     [-1, 1], which in a box of half width w is A (log w - 1); 0.98 of the largest, log A, for A discrete ones. Where an
     action mask leaves n of these, the same share of log n."""
     target_rate: float = 0.005
+    """How far the target critics follow after an update: tau of the paper."""
 
 
 class SAC(Agent):

@@ -37,13 +37,19 @@ class LossConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """More arguments of its constructor, e.g. `{clip_epsilon: 0.1}`."""
     hidden: tuple[int, ...] = (64, 64)
+    """Units of each hidden layer, of all networks."""
     activation: str = "tanh"
+    """Of hidden layers: tanh, relu or silu."""
     discount: float = 0.99
+    """Gamma: what a reward is worth one step later."""
     gae_lambda: float = 0.95
+    """Of the estimators of advantages, where they have one."""
     normalize_advantage: bool = True
     """Of losses with advantages: mean 0 and std 1 per minibatch."""
     target_rate: float = 0.005
+    """How far the targets of a loss follow, if it has any."""
     target_interval: int = 1
+    """Updates until they follow."""
     epsilon: float = 0.05
     """Share of random actions at last, of losses whose actor takes the best of discrete ones."""
     exploration_fraction: float = 0.2
@@ -53,7 +59,9 @@ class LossConfig:
     num_atoms: int = 51
     """Of DistributionalDQNLoss: returns that it can tell apart, between `low` and `high`."""
     low: float = -10.0
+    """The least of these returns."""
     high: float = 10.0
+    """The largest."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 import contextlib
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,7 +100,5 @@ def test_every_capture_is_on_a_stream_of_its_own_on_the_device_of_the_state(monk
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("may_fall_back", [True, False])
-def test_what_may_ask_the_device_is_not_captured(enabled, may_fall_back):
-    agent = SimpleNamespace(may_fall_back=may_fall_back)
-    assert Compiler(enabled).capturable(agent) == (enabled or not may_fall_back)
+def test_only_what_is_compiled_is_captured(enabled):
+    assert Compiler(enabled).capturable == enabled

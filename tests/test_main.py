@@ -105,7 +105,7 @@ def test_options_that_are_wrong_are_refused_in_one_sentence(words: tuple[str, ..
 @pytest.mark.parametrize(("what", "name"), [("envs", "cartpole"), ("algos", "ppo"), ("experiments", "cartpole")])
 def test_list_names_one_choice_a_line(what: str, name: str, call: Call):
     status, out, _ = call("list", what)
-    assert status == 0 and name in out.splitlines()
+    assert status == 0 and name in [line.split()[0] for line in out.splitlines()]
 
 
 def test_list_of_anything_else_is_refused(call: Call):
@@ -200,6 +200,18 @@ def test_a_population_names_its_best_member(call: Call):
         (
             ["env=tag_continuous", "env.num_other_agents_observed=300", "algo=ippo"],
             "env=tag_continuous cannot be made with {'num_other_agents_observed': 300}: num_other_a",
+        ),
+        (
+            ["env=tag_gridworld", "algo=ippo", "algo.agent.policies={a: [tagger], b: [tagger, runner]}"],
+            "agent 0 of tag_gridworld has policies a and b; give it one of them.",
+        ),
+        (
+            ["env=tag_gridworld", "algo=ippo", "algo.agent.policies={a: [tagger]}"],
+            "agents [4] have no policy in ['a']; tag_gridworld has agents 0 to 4 in groups tagger (4), runner (1).",
+        ),
+        (
+            ["env=tag_gridworld", "algo=ippo", "algo.agent.policies={a: [tagger, runner], b: []}"],
+            "policy b has agents [], and tag_gridworld has agents 0 to 4 in groups tagger (4), runner (1); name some",
         ),
         (["run_dir=/proc/run"], "/proc/run cannot be written (No such file or directory); free some space, or choose"),
         (["run_dir=file"], "run_dir=file is a file; name a folder, or leave it out."),

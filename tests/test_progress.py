@@ -85,6 +85,15 @@ def test_the_return_is_that_of_the_newest_episodes():
     assert [x.count("return 7.5") for x in out.getvalue().splitlines()] == [1, 1]
 
 
+def test_the_return_of_the_newest_evaluation_stays_on_the_line():
+    sink, out, clock = console(1000)
+    for i, own in ((1, {}), (2, {"eval_return": 9.5, "eval_return/red": 4.0}), (3, {})):
+        sink.write(row(i, episode_return=7.5, **own))
+        clock.now += 10
+    assert [x.count("return 7.5  greedy 9.5 (red 4)  ") for x in out.getvalue().splitlines()] == [0, 1, 1]
+    assert "greedy" not in out.getvalue().splitlines()[0]
+
+
 def test_groups_of_agents_have_a_return_each():
     sink, out, _ = console(1000)
     sink.write(row(1, episode_return=0.5, **{"episode_return/red": -2.0, "episode_return/blue": 2.5}))

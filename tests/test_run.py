@@ -20,8 +20,14 @@ import torchpod as tp
 from tests.user_env import MyEnv
 from tests.zygote import Zygote, wait_until
 from torchpod import checkpoint, metrics
+from torchpod import random as keys
+from torchpod.anakin import EVAL_STREAM
+from torchpod.compile import Compiler
 from torchpod.config import ConfigError, load
+from torchpod.envs.classic.cartpole import CartPole
 from torchpod.eval_run import eval_run
+from torchpod.evaluate import evaluate
+from torchpod.makers import make_agent
 from torchpod.run import NonFiniteErrorInRun, Run, execute
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
@@ -101,6 +107,48 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     status, _, error = zygote.run(*command, "run_dir=killed", "resume=auto", cwd=tmp_path)
     assert status == 0, error
     assert_equal_runs(tmp_path / "whole", killed)
+
+
+def judged(run_dir: Path, iteration: int) -> list[float]:
+    """The mean return of what a run of CARTPOLE had learned then, of each member, as `evaluate` finds it."""
+    config = load([*CARTPOLE, f"resume={run_dir}"])
+    env = CartPole(max_episode_steps=20)
+    agent = make_agent(config.algo, env.spec)()
+    weights = checkpoint.load_weights(run_dir / "checkpoints" / f"{iteration:010d}")
+    population = len(weights["discount"]) if weights["discount"].ndim else 1
+    key = keys.fold_in(keys.key(0), EVAL_STREAM)
+    found = evaluate(agent, env, weights, key, num_episodes=2, compiler=Compiler(False, population))
+    return found.returns.double().mean(-1).reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("settings", [(), ("population=2",), ("loop=sebulba",)], ids=["anakin", "members", "sebulba"])
+def test_evaluations_in_training_judge_what_is_learned_then_and_change_nothing(
+    settings: tuple[str, ...], tmp_path: Path
+):
+    own = (*settings, f"total_env_steps={7 * ITERATION}", "checkpoint.interval_s=0", "checkpoint.keep=9")
+    every = f"evaluation.every={5 * ITERATION // 2}"
+    run(tmp_path / "plain", *own)
+    run(tmp_path / "whole", *own, every)
+    execute(load([*CARTPOLE, f"run_dir={tmp_path / 'cut'}", *own, every]), until=4)
+    execute(load([f"resume={tmp_path / 'cut'}"]))
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
+    table = rows(tmp_path / "whole")
+    found = {row["iteration"]: row["eval_return"] for row in table if "eval_return" in row}
+    assert [*found] == [3, 5]  # the first after 2.5 and after 5 iterations
+    for iteration, told in found.items():
+        assert (told if isinstance(told, list) else [told]) == judged(tmp_path / "whole", iteration)
+    assert [{k: v for k, v in row.items() if "eval_" not in k} for row in table] == rows(tmp_path / "plain")
+
+
+def test_an_evaluation_in_training_has_the_returns_of_groups_and_what_the_environment_says(tmp_path: Path):
+    game = ("algo=ippo", "env=tag_gridworld", "env.max_episode_steps=9", "env.grid_length=2")
+    execute(load([*SMALL, *game, f"total_env_steps={ITERATION}", "evaluation.every=1", f"run_dir={tmp_path / 'run'}"]))
+    (row,) = rows(tmp_path / "run")
+    score = json.loads((tmp_path / "run/summary.json").read_text())["eval_return"]
+    assert row["eval_return"] == score["mean"] and 1 <= row["eval_length"] <= 9
+    for name in ("tagger", "runner"):
+        assert row[f"eval_return/{name}"] == score["groups"][name]["mean"]
+    assert row["eval_tag_rate"] == score["episode"]["tag_rate"]
 
 
 @pytest.mark.slow
@@ -333,13 +381,15 @@ class TestNanGuard:
             "dqn algo.learner.num_epochs=1 algo.replay.min_size=256",
             "dqn algo.learner.num_epochs=1 algo.replay.min_size=1200",
             "ppo loop=sebulba",
+            "ippo",
         ],
-        ids=["ppo", "torchrl", "dqn", "dqn that fills", "sebulba"],
+        ids=["ppo", "torchrl", "dqn", "dqn that fills", "sebulba", "of two agents"],
     )
     def test_a_mask_that_allows_nothing_is_named(self, tmp_path: Path, algo: str):
         """In the 8th iteration; `check_env` plays 100 steps."""
-        overrides = [f"env={ENV_FILE}:Closing", "+env.limit=150", "+env.at=120", f"run_dir={tmp_path / 'a'}"]
-        sentence = r"observation\['action_mask'\] must allow at least one action in every row; in step "
+        kind, name = ("ClosingOfTwo", r"\['pair'\]") if algo == "ippo" else ("Closing", "")
+        overrides = [f"env={ENV_FILE}:{kind}", "+env.limit=150", "+env.at=120", f"run_dir={tmp_path / 'a'}"]
+        sentence = rf"observation{name}\['action_mask'\] must allow at least one action in every row; in step "
         message = f"nothing can be learned from iteration 8; the trajectory .* The cause .*: {sentence}"
         with pytest.raises(NonFiniteErrorInRun, match=message):
             execute(load([*SMALL, *f"algo={algo}".split(), *overrides]))

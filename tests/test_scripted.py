@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -62,10 +63,21 @@ def test_a_constant_player_of_one_agent(tmp_path, capsys):
 
 
 class Still(Agent):
-    """Takes action 0."""
+    """Takes action 0; has two policies beside the groups."""
+
+    teams: ClassVar = {
+        "edges": lambda tree, axis: torch.cat(
+            [tree["left"].narrow(axis, 0, 1), tree["right"].narrow(axis, 2, 1)], axis
+        ),
+        "all": lambda tree, axis: torch.cat([tree["left"], tree["right"]], axis),
+    }
+
+    def __init__(self, left=()):
+        super().__init__()
+        self.shapes = {"left": left, "right": ()}
 
     def act(self, timestep, state, keys, explore=True):
-        zeros = {g: torch.zeros(len(keys), 3, dtype=torch.int64) for g in ("left", "right")}
+        zeros = {g: torch.zeros(len(keys), 3, *shape, dtype=torch.int64) for g, shape in self.shapes.items()}
         return ActorOutput(zeros, {}), state
 
 
@@ -100,6 +112,9 @@ def test_what_a_mask_forbids_is_replaced_by_the_first_that_it_allows(seed):
     [
         (Discrete(5), ["middle=1"], "the groups of two are ['left', 'right']"),
         (Discrete(5), ["1", "left=2"], "left plays something else already"),
+        (Discrete(5), ["middle=1"], ", the policies of the run ['edges', 'all']; name one of them"),
+        (Discrete(5), ["edges=1", "all=2"], "left plays something else already"),
+        (Discrete(5), ["edges=1", "right=2"], "right plays something else already"),
         (Discrete(5), ["left=5"], "5 is not in Discrete(num_values=5"),
         (Discrete(5), ["left=1.5"], "1.5 is not in Discrete"),
         (Discrete(5), ["left=up"], "'up' is neither random nor numbers"),
@@ -113,6 +128,28 @@ def test_impossible_players_are_refused(action, instead, message):
     with pytest.raises(ValueError) as error:
         scripted(Still(), two(action), instead)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_those_of_a_policy_play_and_the_others_do_not():
+    ones = {group: torch.ones(4, 3) for group in ("left", "right")}
+    observation = {group: torch.zeros(4, 3, 1) for group in ("left", "right")}
+    timestep, keys = TimeStep(torch.full((4,), MID), ones, ones, observation, {}), random.split(random.key(0), 4)
+    found = scripted(Still((2,)), two(MultiDiscrete((2, 3))), ["edges=1"]).act(timestep, (), keys)[0].action
+    assert found["left"].tolist() == 4 * [[[1, 1], [0, 0], [0, 0]]] and found["right"].tolist() == 4 * [[0, 0, 1]]
+    drawn = scripted(Still(), two(Discrete(3)), ["edges=random"]).act(timestep, (), keys)[0].action
+    assert drawn["left"][:, 0].any() and not drawn["left"][:, 1:].any() and not drawn["right"][:, :2].any()
+
+
+@pytest.mark.parametrize("loser", ["a", "b"])
+def test_a_policy_of_a_game_of_turns_may_be_played_at_random(loser, tmp_path, capsys):
+    """Both are of one group, the players."""
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    game = ("loop=sebulba", "algo=ippo", "env=envpool", "env.task=TicTacToe-v1", "algo.agent.policies={a: [0], b: [1]}")
+    run = execute(load([*game, *SMALL, *ONE, "loop.num_actor_threads=1", f"run_dir={tmp_path / 'run'}"])).dir
+    assert evaluated(run, capsys, "--instead", "random").keys() == evaluated(run, capsys).keys()
+    found = evaluated(run, capsys, "--instead", f"{loser}=random")
+    assert found["policies"].keys() == {"a", "b"}
+    assert found["policies"]["a"]["mean"] == -found["policies"]["b"]["mean"]
 
 
 def test_masks_of_several_choices(seed):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.types import Tree
 
 
 class MyEnv(TensorEnv):
@@ -72,6 +73,26 @@ class Closing(MyEnv):
     def observe(self, state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]  # a tree too
         """Position and time, and what may be done."""
         return {"x": super().observe(state), "action_mask": (state[:, 1:] < self.at).expand(-1, 2)}
+
+
+class ClosingOfTwo(Closing):
+    """The same for the second of two agents of a group alone."""
+
+    def __init__(self, limit: int = 20, at: int = 0) -> None:
+        super().__init__(limit, at)
+        spec = self.spec
+        self.spec = EnvSpec("closing", {"pair": spec.observation}, {"pair": Discrete(2)}, limit, groups={"pair": 2})
+
+    def transition(self, state: Tensor, action: Tree, keys: Tensor) -> tuple[Tensor, Tree, Tensor]:  # type: ignore[override]
+        """Both walk by the action of the first."""
+        state, reward, over = super().transition(state, action["pair"][:, 0], keys)
+        return state, {"pair": reward[:, None].expand(-1, 2)}, over
+
+    def observe(self, state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        """Position and time of both, and what each may do."""
+        own = super().observe(state)
+        open_, closing = torch.ones_like(own["action_mask"]), own["action_mask"]
+        return {"pair": {"x": own["x"][:, None].expand(-1, 2, -1), "action_mask": torch.stack([open_, closing], 1)}}
 
 
 class Impolite(MyEnv):

@@ -286,7 +286,7 @@ def train(
         anakin.replay.check(iterations_per_call)
     if not on_gpu:
         anakin.compiler.ahead(anakin.iterate, state)
-    replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: anakin.compiler.capturable(anakin.agent))
+    replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: anakin.compiler.capturable)
     compile_s = time.perf_counter() - began
     while iteration < until:
         began, before = time.perf_counter(), pytree.tree_map(torch.clone, replay.state)

@@ -17,7 +17,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import cpu_memory
-from torchpod.agent import Agent
 from torchpod.inductor import Compiled, CompileError, RecompilationError, ahead
 from torchpod.recorded import Recorded
 from torchpod.trees import member, stack
@@ -79,15 +78,16 @@ class Compiler:
 
     @property
     def fell_back(self) -> bool:
-        """Whether a function runs uncompiled after all. It may ask the device for numbers, which a graph cannot."""
+        """Whether a function runs uncompiled after all."""
         return any(fn.fell_back for fn in self._made)
 
-    def capturable(self, agent: Agent) -> bool:
+    @property
+    def capturable(self) -> bool:
         """Whether a graph can hold what has run so far.
 
-        What fell back may ask the device for numbers, and so may, with `compile=false`, an agent that may fall back.
+        What is not compiled may copy from the host's memory, ask the device for numbers or print them.
         """
-        return not self.fell_back and (self.enabled or not agent.may_fall_back)
+        return self.enabled and not self.fell_back
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function that does nothing but call compiled ones, without Python between them (recorded.py)."""

@@ -52,6 +52,7 @@ _AT_LEAST_1 = (
     "loop.updates_per_batch",
     "checkpoint.keep",
     "evaluation.episodes",
+    "evaluation.every",
 )
 _RANGES = {
     "learning_rate": (0.0, float("inf")),
@@ -97,16 +98,17 @@ class AlgoConfig:
     """Which agent, and how it learns."""
 
     name: str
-    """Of algos.MAKERS, or `path/to/my_agent.py:MyAgent`."""
+    """Of `torchpod list algos`, or path/to/my_agent.py:MyAgent."""
     unroll_length: int
+    """Steps of every environment in an iteration, before the learner's updates."""
     agent: dict[str, Any]
-    """Fields of the agent's own config dataclass; of an agent of the user's, those that were given."""
+    """Settings of the agent itself: the fields of its dataclass; of an agent of yours, those that were given."""
     learner: LearnerConfig
     replay: ReplayConfig | None = None
     """Of agents that learn from replay."""
     env_steps_per_update: float | None = None
     """Of these too: how many steps of all environments there are for every update, 0.25 for four updates per step. It
-    sets `learner.num_minibatches`, the updates per iteration."""
+    sets `algo.learner.num_minibatches`, the updates per iteration."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How the final policy is judged."""
+    """How the policy is judged, at the end and, if you like, in training."""
 
     episodes: int = 100
     seed: int | None = None
-    """Of the episodes; None: that of the run."""
+    """Of the episodes; null: that of the run."""
+    every: int | None = None
+    """Environment steps, counted as those of total_env_steps are, from one evaluation to the next; metrics.jsonl has
+    what they find, as eval_return. null: none before the end."""
 
 
 def default_experiment(algo: str, env: Mapping[str, Any]) -> str:
@@ -159,7 +164,7 @@ class TrainConfig:
 
     algo: AlgoConfig
     env: dict[str, Any]
-    """`name`, and the arguments of the environment's constructor."""
+    """`name`, of `torchpod list envs` or path/to/my_env.py:MyEnv, and the arguments of its constructor."""
     loop: LoopConfig
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -3,7 +3,7 @@
 Returns are sums of raw rewards up to the true game over, whatever clipping or episodic life the agent trained with.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,25 +37,13 @@ class Evaluation(NamedTuple):
     """`[E]`, what the environment says of the episode at its end (`TimeStep.extras`); 0 where it did not end."""
 
 
-def evaluate(
-    agent: Agent,
-    env: Env,
-    variables: Variables,
-    key: Tensor,
-    *,
-    num_episodes: int,
-    compiler: Compiler | None = None,
-    max_steps: int | None = None,
-    num_envs: int | None = None,
-    explore: bool = False,
-) -> Evaluation:
-    """Plays one episode in each of `num_episodes` environments.
+class Evaluator:
+    """Plays one episode in each of `num_episodes` environments, as often as it is called; it compiles once.
 
     Args:
       agent: the agent; only its methods are used.
       env: the environment; a host environment is stepped uncompiled.
-      variables: parameters and buffers; with a leading P axis if the compiler's population is above 1.
-      key: `[3]`; every member of a population plays the same episodes.
+      key: `[3]`; every call, and every member of a population, plays the same episodes.
       num_episodes: E.
       compiler: how to compile; eager if None.
       max_steps: transitions, behind which an episode is cut; by default the time limit of the environment, else
@@ -63,38 +51,63 @@ def evaluate(
       num_envs: how many environments on the host there may be at once: more episodes are played in rounds.
       explore: draw actions as in training, instead of the greedy ones.
     """
-    compiler = compiler or Compiler(enabled=False)
-    max_steps = max_steps or env.spec.max_episode_steps or MAX_STEPS
-    each = num_episodes if env.traits.pure else num_envs or num_episodes
-    shares = [random.split(k, num_episodes).split(each) for k in random.split(key, 2)]
-    rounds = [
-        _play(agent, env, variables, env_keys, actor_keys, compiler, max_steps, explore)
-        for env_keys, actor_keys in zip(*shares, strict=True)
-    ]
-    return pytree.tree_map(lambda *parts: torch.cat(parts, -1), *rounds)
 
+    def __init__(
+        self,
+        agent: Agent,
+        env: Env,
+        key: Tensor,
+        *,
+        num_episodes: int,
+        compiler: Compiler | None = None,
+        max_steps: int | None = None,
+        num_envs: int | None = None,
+        explore: bool = False,
+    ) -> None:
+        compiler = compiler or Compiler(enabled=False)
+        self._agent, self._env, self._population = agent, env, compiler.population
+        self._max_steps = max_steps or env.spec.max_episode_steps or MAX_STEPS
+        self._act_and_step = make_step(agent, env, explore=explore)
+        pure = env.traits.pure
+        self._step = compiler(self._advance, fall_back=agent.may_fall_back) if pure else self._advance
+        each = num_episodes if pure else num_envs or num_episodes
+        self._rounds = [*zip(*(random.split(k, num_episodes).split(each) for k in random.split(key, 2)), strict=True)]
 
-def _play(
-    agent: Agent,
-    env: Env,
-    variables: Variables,
-    env_keys: Tensor,
-    actor_keys: Tensor,
-    compiler: Compiler,
-    max_steps: int,
-    explore: bool,
-) -> Evaluation:
-    """One episode per key, all at once."""
-    step, num_episodes, device = make_step(agent, env, explore=explore), len(env_keys), env_keys.device
+    def __call__(self, variables: Variables) -> Evaluation:
+        """Plays with these parameters and buffers, which have a leading P axis if there is a population."""
+        return pytree.tree_map(lambda *parts: torch.cat(parts, -1), *(self._play(variables, *k) for k in self._rounds))
 
-    def advance(
-        variables: Variables, carry: Carry, env_keys: Tensor, actor_keys: Tensor, score: Evaluation
+    def _play(self, variables: Variables, env_keys: Tensor, actor_keys: Tensor) -> Evaluation:
+        """One episode per key, all at once."""
+        num_episodes, device = len(env_keys), env_keys.device
+        with torch.no_grad():
+            carry = start(self._agent, self._env, env_keys)
+            parts = self._env.spec.groups or {}, self._agent.teams, carry.timestep.extras.get("episode", {})
+            score = Evaluation(
+                torch.zeros(num_episodes, device=device),
+                torch.zeros(num_episodes, dtype=torch.int64, device=device),
+                torch.zeros(num_episodes, dtype=torch.bool, device=device),
+                *({name: torch.zeros(num_episodes, device=device) for name in sorted(names)} for names in parts),
+            )
+            state = (carry, env_keys, actor_keys, score)
+            if self._population > 1:
+                state = pytree.tree_map(lambda x: x.expand(self._population, *x.shape).clone(), state)
+            carry, env_keys, actor_keys, score = state
+            for i in range(1, 2 * self._max_steps + 1):  # between two resets there is a transition
+                carry, score = self._step(variables, carry, env_keys, actor_keys, score)
+                looks = i % 32 == 0 or i == self._max_steps or not self._env.traits.pure
+                if looks and bool((score.finished | (score.lengths >= self._max_steps)).all()):
+                    break
+        return score
+
+    def _advance(
+        self, variables: Variables, carry: Carry, env_keys: Tensor, actor_keys: Tensor, score: Evaluation
     ) -> tuple[Carry, Evaluation]:
-        carry, _ = step(variables, carry, env_keys, actor_keys)
-        extras = carry.timestep.extras
-        done = score.finished | (score.lengths >= max_steps)
+        carry, _ = self._act_and_step(variables, carry, env_keys, actor_keys)
+        extras, num_episodes = carry.timestep.extras, env_keys.shape[0]
+        done = score.finished | (score.lengths >= self._max_steps)
         received, over = extras["raw_reward"], ~done & extras["game_over"]
-        teams = {name: agent.teams[name](received, 1) for name in score.teams}
+        teams = {name: self._agent.teams[name](received, 1) for name in score.teams}
         raw, teams = pytree.tree_map(lambda x: x.reshape(num_episodes, -1).mean(-1), (received, teams))
         reward = sum(pytree.tree_leaves(raw))
         moved = (carry.timestep.step_type != FIRST) & ~done  # the reset between two lives is no step
@@ -107,24 +120,7 @@ def _play(
             episode={name: torch.where(over, extras["episode"][name], x) for name, x in score.episode.items()},
         )
 
-    with torch.no_grad():
-        carry = start(agent, env, env_keys)
-        parts = env.spec.groups or {}, agent.teams, carry.timestep.extras.get("episode", {})
-        score = Evaluation(
-            torch.zeros(num_episodes, device=device),
-            torch.zeros(num_episodes, dtype=torch.int64, device=device),
-            torch.zeros(num_episodes, dtype=torch.bool, device=device),
-            *({name: torch.zeros(num_episodes, device=device) for name in sorted(names)} for names in parts),
-        )
-        state = (carry, env_keys, actor_keys, score)
-        if compiler.population > 1:
-            state = pytree.tree_map(lambda x: x.expand(compiler.population, *x.shape).clone(), state)
-        carry, env_keys, actor_keys, score = state
-        pure = env.traits.pure
-        compiled = compiler(advance, fall_back=agent.may_fall_back) if pure else advance
-        for i in range(1, 2 * max_steps + 1):  # between two resets there is a transition
-            carry, score = compiled(variables, carry, env_keys, actor_keys, score)
-            looks = i % 32 == 0 or i == max_steps or not pure
-            if looks and bool((score.finished | (score.lengths >= max_steps)).all()):
-                break
-    return score
+
+def evaluate(agent: Agent, env: Env, variables: Variables, key: Tensor, **how: Any) -> Evaluation:
+    """Plays once with these variables; the other arguments are those of `Evaluator`."""
+    return Evaluator(agent, env, key, **how)(variables)

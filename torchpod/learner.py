@@ -36,7 +36,9 @@ class LearnerConfig:
     """How an agent is optimised. Defaults are those of PPO on classic control in purejaxrl and CleanRL."""
 
     num_epochs: int = 4
+    """Passes over each trajectory."""
     num_minibatches: int = 4
+    """Updates per pass: parts of equal size that the trajectory is cut into. With replay: updates per iteration."""
     learning_rate: float | dict[str, float] = 2.5e-4
     """Of Adam (Kingma and Ba 2015); or one per optimizer group."""
     anneal_learning_rate: bool = True
@@ -50,8 +52,11 @@ class LearnerConfig:
     max_grad_norm: float | dict[str, float] = 0.5
     """Global-norm clip of each optimizer group; or one per optimizer group."""
     beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
     beta2: float = 0.999
+    """Decay of its mean of their squares."""
     epsilon: float = 1e-5
+    """Added to the root of these."""
     chunk_rows: int | None = None
     """Rows per gradient call, about: a minibatch is summed up in equal chunks so that activations stay in cache. None:
     2048 on CPU, all of them on CUDA."""

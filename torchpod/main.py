@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from omegaconf import OmegaConf
 
 from torchpod import envs
 from torchpod.arguments import Parser
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import CompileError, RecompilationError
-from torchpod.config import GROUPS, ConfigError, choices, listed, load
+from torchpod.config import GROUPS, ConfigError, listed, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
 from torchpod.run import LearnerError, NonFiniteErrorInRun, Run, execute
@@ -121,9 +120,11 @@ def _dispatch(arguments: list[str]) -> int:
 def _train(overrides: list[str]) -> int:
     settings = [x for x in overrides if x not in ("-h", "--help")]
     if len(settings) < len(overrides):
-        shown = yaml.safe_dump(load(settings).to_dict(), sort_keys=False)
+        from torchpod.explain import explained_settings
+
+        shown = explained_settings(load(settings))
         print("torchpod train [KEY=VALUE ...], where KEY is any of these, with dots: algo.learner.learning_rate=1e-3\n")
-        print(shown, end="")
+        print(shown)
         return 0
     config = load(overrides)
     run = execute(config)
@@ -247,7 +248,7 @@ def _check(rest: list[str]) -> int:
     parser.add_argument("--rtol", type=float, default=1e-5)
     parser.add_argument("--atol", type=float, default=1e-6)
     parser.add_argument("--compile", action="store_true", help="compare the compiled step")
-    parser.add_argument("--capture", action="store_true", help="step in static buffers, and on a GPU in a CUDA graph")
+    parser.add_argument("--capture", action="store_true", help="step in static buffers; on a GPU a CUDA graph")
     parser.add_argument("--device", default="cpu", help="of the tensor environment: cpu, cuda or cuda:INDEX")
     options = parser.parse_intermixed_args(rest)
     _require_device("torchpod check", options.device)
@@ -292,7 +293,9 @@ def _list(rest: list[str]) -> int:
         from torchpod import losses
 
         return losses.main()
-    print("\n".join(choices(groups[rest[0]])))
+    from torchpod.explain import explained_choices
+
+    print(explained_choices(groups[rest[0]]))
     return 0
 
 

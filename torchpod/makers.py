@@ -130,8 +130,7 @@ def _host_maker(name: str, arguments: dict[str, Any]) -> _HostMaker:
 
 def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
     """A function that builds the agent of an algorithm for an environment."""
-    found = find(config.name, algos.MAKERS, "algo")
-    agent_class, config_class = found if isinstance(found, tuple) else (found, _config_class(found, config.name))
+    agent_class, config_class = agent_classes(config.name)
     for field in dataclasses.fields(config_class):
         has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
         if not has_default and field.name not in config.agent:
@@ -168,8 +167,13 @@ def _checked(config: Any) -> dict[str, Any]:
     return found
 
 
+def agent_classes(name: str) -> tuple[Callable[..., Agent], type]:
+    """The class of an agent, and that of its settings: the dataclass which its second argument is annotated with."""
+    found = find(name, algos.MAKERS, "algo")
+    return found if isinstance(found, tuple) else (found, _config_class(found, name))
+
+
 def _config_class(agent_class: Any, name: str) -> type:
-    """The dataclass that the second argument of an agent's constructor is annotated with."""
     if not (inspect.isclass(agent_class) and issubclass(agent_class, Agent)):
         raise ConfigError(f"algo={name} is no subclass of torchpod.agent.Agent.")
     arguments = list(inspect.signature(agent_class).parameters)

@@ -88,7 +88,7 @@ class ConsoleSink:
 
     It shows environment steps, their rate (`env_steps_per_s` of the row, or else measured here), the return of the
     newest iteration in which an episode ended (in a population the mean over members and the best one; with groups of
-    agents also that of each), the losses and the time left.
+    agents also that of each) and of the newest evaluation, the losses and the time left.
 
     Args:
       total_env_steps: of the whole run, as planned; resets take a part of them.
@@ -114,7 +114,7 @@ class ConsoleSink:
         self._console = console or _Console(file=sys.stdout)
         self._history: collections.deque[tuple[float, int, int]] = collections.deque()
         self._shown_at, self._unshown = -math.inf, None
-        self._return = "-"
+        self._return = self._greedy = "-"
         self._progress: Progress | None = None
         if self._console.is_terminal:
             # Redrawn by `write`: a thread of its own would compete with training for the cores.
@@ -134,7 +134,9 @@ class ConsoleSink:
             self._history.popleft()
         self._unshown = row
         if (newest := _show_return(row.get("episode_return", math.nan))) != "-":
-            self._return = newest + _show_groups(row)
+            self._return = newest + _show_groups(row, "episode_return/")
+        if (newest := _show_return(row.get("eval_return", math.nan))) != "-":
+            self._greedy = newest + _show_groups(row, "eval_return/")
         if now - self._shown_at >= (0.1 if self._progress else self._every_s):
             self._show(row, now)
 
@@ -166,6 +168,7 @@ class ConsoleSink:
             f"{_compact(env_steps)}/{_compact(self._total)} env steps",
             f"{_compact(shown_rate)}/s",
             f"return {self._return}",
+            *([] if self._greedy == "-" else [f"greedy {self._greedy}"]),
         ]
         losses = [f"{key.replace('_', ' ')} {_shownumber(number(row[key]))}" for key in row if _is_loss(key)]
         losses.sort(key=lambda text: not text.startswith("loss "))
@@ -206,9 +209,8 @@ def _show_return(value: float | int | list[float]) -> str:
     return _shownumber(number(value)) + ("" if math.isnan(best) else f" (best {_shownumber(best)})")
 
 
-def _show_groups(row: Row) -> str:
+def _show_groups(row: Row, prefix: str) -> str:
     """Of agents, whose returns are added up: the sum says nothing where one loses what another wins."""
-    prefix = "episode_return/"
     told = [f"{key.removeprefix(prefix)} {_shownumber(number(row[key]))}" for key in row if key.startswith(prefix)]
     return f" ({', '.join(told)})" if told else ""
 

@@ -94,8 +94,7 @@ def unroll(
       env_keys: `[B, 3]`.
       actor_keys: `[B, 3]`.
       length: T, number of steps.
-      grad: keep the graph, so that gradients flow through actions, environment and rewards. Needs the trait
-        `differentiable`.
+      grad: keep the graph, for gradients through the environment, which needs the trait `differentiable`.
       time_axis: where the T axis goes; 1 behind the P axis of a population.
 
     Returns:

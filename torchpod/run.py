@@ -30,7 +30,7 @@ from torchpod.config import OBJECT, ConfigError, TrainConfig
 from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.envs.transforms import Transform
-from torchpod.evaluate import evaluate
+from torchpod.evaluate import Evaluation, Evaluator
 from torchpod.hints import nearest
 from torchpod.makers import make_agent, make_env, require_env
 from torchpod.metrics import Logger, Sink
@@ -273,22 +273,14 @@ def _go_on(
     with _logger(config, run_dir, resumed_at, loop, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
-        state, timing = _train(loop, state, config, keeper, logger, ranks, wall_s, until)
+        judge = _Judge(config, loop, env, ranks, device)
+        state, timing = _train(loop, state, config, keeper, logger, judge, ranks, wall_s, until)
     variables = loop.learner.acting(state.learner, state.iteration)
     if ranks.rank == 0:
-        where = device if env.traits.pure else torch.device("cpu")
         told = f"stopped in the final evaluation; what was trained is saved: torchpod eval {run_dir}"
         try:
             with StopFlag(ALONE, device, lambda: told, in_c=True):  # a signal stops it at once
-                evaluation = evaluate(
-                    loop.agent,
-                    watched(env, "the final evaluation", config.loop.timeout_s),
-                    {name: x.to(where) for name, x in variables.items()},
-                    random.fold_in(random.key(config.evaluation_seed, where), EVAL_STREAM),
-                    num_episodes=config.evaluation.episodes,
-                    compiler=_compiler(config),
-                    num_envs=ranks.share(config.num_envs, "num_envs"),
-                )
+                evaluation = judge.evaluate(variables, "the final evaluation")
             summary = summarise(config, evaluation, state, timing, device, ranks)
         except Interrupted:
             raise Interrupted(told) from None
@@ -335,12 +327,13 @@ def _train(
     config: TrainConfig,
     keeper: "_Keeper",
     logger: Logger | None,
+    judge: "_Judge",
     ranks: Ranks,
     wall_s: float,
     until: int | None,
 ) -> tuple[RunState, Timing]:
     timing = Timing(wall_s, 0.0, 0, 0.0)
-    previous, stopping = int(state.env_steps.sum()), False
+    previous, stopping, iteration = int(state.env_steps.sum()), False, int(state.iteration.flatten()[0])
 
     def given_up() -> str:
         if keeper.saved_at is None:
@@ -376,7 +369,15 @@ def _train(
                 if report.failure is not None:
                     keeper.dump(report.failure)
                 if logger is not None:
-                    logger.write(_row(report, steps, timing))
+                    row = _row(report, steps, timing)
+                    try:
+                        if judge.is_due(iteration, report.iteration):
+                            stop.watch()
+                            row |= judge.row(loop.learner.acting(state.learner, state.iteration))
+                            stop.pause()
+                    finally:
+                        logger.write(row)
+                iteration = report.iteration
                 is_last = report.iteration >= loop.num_iterations
                 stopping, saving = stop.agree(is_last or keeper.due())
                 if stopping or saving:
@@ -426,6 +427,47 @@ def _train(
                 raise
             raise failure from error
     return pytree.tree_map(torch.clone, state), timing
+
+
+class _Judge:
+    """Evaluates what a run has learned: now and then, if it is asked to, and at the end."""
+
+    def __init__(
+        self, config: TrainConfig, loop: Anakin | Sebulba, env: Env, ranks: Ranks, device: torch.device
+    ) -> None:
+        self._config, self._agent, self._env = config, loop.agent, env
+        self._num_envs = ranks.share(config.num_envs, "num_envs")
+        self._device = device if env.traits.pure else torch.device("cpu")
+        self._evaluator: Evaluator | None = None
+
+    def is_due(self, before: int, now: int) -> bool:
+        """Whether there is one between these two iterations."""
+        every, steps = self._config.evaluation.every, self._config.num_envs * self._config.algo.unroll_length
+        return every is not None and before * steps // every < now * steps // every
+
+    def evaluate(self, variables: dict[str, Tensor], when: str) -> Evaluation:
+        """Plays the episodes of the run's seed, always the same."""
+        env = watched(self._env, when, self._config.loop.timeout_s)
+        if self._evaluator is None or env is not self._env:  # of a tensor environment it compiles once
+            self._evaluator = Evaluator(
+                self._agent,
+                env,
+                random.fold_in(random.key(self._config.evaluation_seed, self._device), EVAL_STREAM),
+                num_episodes=self._config.evaluation.episodes,
+                compiler=_compiler(self._config),
+                num_envs=self._num_envs,
+            )
+        return self._evaluator({name: x.to(self._device) for name, x in variables.items()})
+
+    def row(self, variables: dict[str, Tensor]) -> dict[str, Any]:
+        """What metrics.jsonl has of it: means over episodes, in a population one for each member."""
+        found = self.evaluate(variables, "an evaluation in training")
+        parts = {"eval_return": found.returns, "eval_length": found.lengths}
+        parts |= {f"eval_return/{name}": x for name, x in (found.groups | found.teams).items()}
+        row = {name: x.double().mean(-1) for name, x in parts.items()}
+        ends = found.finished.sum(-1)
+        row |= {f"eval_{name}": (x * found.finished).sum(-1) / ends for name, x in found.episode.items()}
+        return {name: x.tolist() for name, x in row.items()}
 
 
 def _not_finite(tree: Tree) -> list[str]:
@@ -506,7 +548,8 @@ def _check_env(env: Env, config: TrainConfig, device: torch.device) -> None:
         while isinstance(inner, Transform):
             inner = inner.env
         # Ours make all they need in `init`.
-        copies = (pools > 1 or config.loop.split is not None) and not type(inner).__module__.startswith("torchpod.")
+        several = pools > 1 or config.loop.split is not None or config.evaluation.every is not None
+        copies = several and not type(inner).__module__.startswith("torchpod.")
         check_env(seen, num_envs=4, num_steps=100, device=where, compile=False, copies=copies)
 
 

@@ -3,12 +3,14 @@
 `random` draws every action that is allowed with equal probability; where a Box has no bounds, from -1 to 1, or 2 from
 the one that it has. An action is numbers with commas between, `3` or `0.5,-1`: one for all, or one for each that an
 agent chooses, in units of the spec (integers from 0; a Box of a host environment whose bounds differ is scaled to -1 to
-1); where the action mask forbids it, the first one that is allowed is taken. Who is not named plays as trained. Behind
-an equals sign a number may be negative: `--instead=-0.5,1`.
+1); where the action mask forbids it, the first one that is allowed is taken. A name is a group of agents, or a policy
+of the run that is no group. Who is not named plays as trained. Behind an equals sign a number may be negative:
+`--instead=-0.5,1`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +26,25 @@ _STREAM = 0x5C21
 """Of the keys of random players."""
 
 
+class Script(NamedTuple):
+    """What some agents of a group play, or the one agent there is."""
+
+    action: Tensor | None
+    """Of the spec's shape; None: random."""
+    who: Tensor | None
+    """`[N]` bool, which of the group's; None: all."""
+
+
 class Scripted(Agent):
-    """An agent whose actions are replaced, those of all or of some groups.
+    """An agent whose actions are replaced, those of all or of some.
 
     Args:
       agent: says the actions that are not.
       spec: of the environment.
-      scripts: by group, or under None for an environment without: None for random, or the action, of the spec's shape.
+      scripts: by group, or under None for an environment without.
     """
 
-    def __init__(self, agent: Agent, spec: EnvSpec, scripts: dict[str | None, Tensor | None]) -> None:
+    def __init__(self, agent: Agent, spec: EnvSpec, scripts: dict[str | None, list[Script]]) -> None:
         super().__init__()
         self.agent, self.recurrent, self.may_fall_back = agent, agent.recurrent, agent.may_fall_back
         self.teams, self._spec, self._scripts = agent.teams, spec, scripts
@@ -47,12 +58,16 @@ class Scripted(Agent):
         output, state = self.agent.act(timestep, state, keys, explore)
         drawn = random_action(self._spec, timestep.observation, random.fold_in(keys, _STREAM))
         if None in self._scripts:
-            return output._replace(action=self._said(None, drawn, timestep.observation)), state
-        said = {group: self._said(group, drawn[group], timestep.observation[group]) for group in self._scripts}
-        return ActorOutput(output.action | said, output.extras), state
+            (script,) = self._scripts[None]
+            return output._replace(action=self._said(None, script.action, drawn, timestep.observation)), state
+        actions = dict(output.action)
+        for group, scripts in self._scripts.items():
+            for action, who in scripts:
+                said = self._said(group, action, drawn[group], timestep.observation[group])
+                actions[group] = said if who is None else _where(who, said, actions[group])
+        return ActorOutput(actions, output.extras), state
 
-    def _said(self, group: str | None, drawn: Tree, observation: Tree) -> Tree:
-        action = self._scripts[group]
+    def _said(self, group: str | None, action: Tensor | None, drawn: Tree, observation: Tree) -> Tree:
         if action is None:
             return drawn
         action = action.to(drawn.device).expand(drawn.shape)
@@ -71,22 +86,43 @@ def scripted(agent: Agent, spec: EnvSpec, instead: Sequence[str]) -> Scripted:
     """An agent that plays as `instead` says, see the module; its weights are named `agent.NAME`.
 
     Raises:
-      ValueError: if there is no such group, or the action is none that one may choose.
+      ValueError: if there is no such group or policy, or the action is none that one may choose.
     """
-    scripts: dict[str | None, Tensor | None] = {}
-    known = list(spec.groups or ())
+    scripts: dict[str | None, list[Script]] = {}
+    sizes = spec.groups or {}
     for said in instead:
-        group, _, action = said.rpartition("=")
-        for name in [group] if group else known or [None]:
-            if name is not None and name not in known:
-                raise ValueError(
-                    f"--instead {said}: the groups of {spec.name} are {known}; name one of them, or none for all."
-                )
-            if name in scripts:
-                raise ValueError(f"--instead {said}: {name or 'the agent'} plays something else already; say it once.")
-            own = spec.action if name is None else spec.action[name]
-            scripts[name] = None if action == RANDOM else _action(said, own, action)
+        name, _, action = said.rpartition("=")
+        places: dict[str | None, Tensor | None] = dict.fromkeys(sizes or [None])
+        if name in sizes:
+            places = {name: None}
+        elif name in agent.teams:
+            places = {group: who for group, who in _places(agent, sizes, name).items() if bool(who.any())}
+        elif name:
+            policies = f", the policies of the run {list(agent.teams)}" if agent.teams else ""
+            raise ValueError(
+                f"--instead {said}: the groups of {spec.name} are {list(sizes)}{policies}; name one of them, or none "
+                "for all."
+            )
+        for group, who in places.items():
+            for _, others in scripts.setdefault(group, []):
+                if who is None or others is None or bool((who & others).any()):
+                    told = group or "the agent"
+                    raise ValueError(f"--instead {said}: {told} plays something else already; say it once.")
+            own = spec.action if group is None else spec.action[group]
+            scripts[group].append(Script(None if action == RANDOM else _action(said, own, action), who))
     return Scripted(agent, spec, scripts)
+
+
+def _places(agent: Agent, sizes: Mapping[str, int], policy: str) -> dict[str | None, Tensor]:
+    """Who follows a policy: by group `[N]` bool."""
+    numbers = torch.arange(sum(sizes.values())).split(list(sizes.values()))
+    chosen = agent.teams[policy](dict(zip(sizes, numbers, strict=True)), 0)
+    return {group: torch.isin(own, chosen) for group, own in zip(sizes, numbers, strict=True)}
+
+
+def _where(who: Tensor, said: Tensor, own: Tensor) -> Tensor:
+    """`said` `[B, N, ...]` for these agents, `[N]`, `own` for the others."""
+    return torch.where(who.to(own.device).reshape(-1, *[1] * (own.ndim - 2)), said, own)
 
 
 def _action(said: str, spec: SpecTree, text: str) -> Tensor:

@@ -532,6 +532,31 @@ def a2c_loss(reward, discount, last, value, bootstrap, logits, action, weight, *
 
 
 @pytest.mark.parametrize(
+    ("task", "num_envs", "batch", "hidden", "clip", "rates"),
+    [
+        ("tag_gridworld", 2000, 200_000, [32, 32], 3.0, 1e-3),
+        ("tag_continuous", 100, 25_000, [256, 256], 0.5, {"runner": 5e-3, "tagger": 1e-3}),
+        ("covid_economy", 60, 5_400, [256, 256], 0.5, 1e-4),
+    ],
+)
+def test_experiments_have_the_numbers_of_warpdrives_files(task, num_envs, batch, hidden, clip, rates):
+    config = load([f"experiment=ia2c_{task}"])
+    agent, learner = config.algo.agent, config.algo.learner
+    assert config.num_envs == num_envs and config.num_envs * config.algo.unroll_length == batch
+    assert (list(agent["hidden"]), agent["activation"], agent["shared"]) == (hidden, "relu", True)
+    assert (agent["discount"], agent["gae_lambda"], agent["normalize_advantage"]) == (0.98, 1.0, False)
+    assert (agent["value_coefficient"] / 2, agent["entropy_coefficient"]) == (1.0, 0.05)  # our value loss has a 1/2
+    assert (learner.num_epochs, learner.num_minibatches, learner.max_grad_norm) == (1, 1, clip)
+    assert (learner.learning_rate, learner.anneal_learning_rate, learner.epsilon) == (rates, False, 1e-8)
+    env = make_env(config.env)
+    if task == "tag_continuous":
+        assert env.spec.groups == {"tagger": 10, "runner": 100} and env.spec.max_episode_steps == 500
+    if task == "covid_economy":
+        points = ((0.0, 0.5), (5e7, 0.05))
+        assert learner.schedules == {"policies.planner.entropy_coefficient": points}
+
+
+@pytest.mark.parametrize(
     ("experiment", "overrides", "policies"),
     [
         ("ia2c_tag_gridworld", ("env.grid_length=6",), {"everybody": (["tagger", "runner"], 0.05)}),

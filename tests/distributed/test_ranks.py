@@ -151,8 +151,9 @@ def assert_learned_the_same(case: str, one: dict[str, Any], two: list[dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_hosts", "num_ranks"), [(1, 2), (1, 4), (2, 1)], ids=["1x2", "1x4", "2x1"])
 def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts: int, num_ranks: int, tmp_path: Path):
-    """In Sebulba, with lag 1; every rank has its share of the environments, and one actor."""
-    sebulba = ("loop=sebulba", "loop.num_actor_threads=1", "algo.learner.num_minibatches=2", "run_dir=run")
+    """In Sebulba, with lag 1; every rank has its share of the environments, and two actors if there are two ranks."""
+    actors = 2 if num_ranks == 2 else 1
+    sebulba = ("loop=sebulba", f"loop.num_actor_threads={actors}", "algo.learner.num_minibatches=2", "run_dir=run")
     overrides = (*SMALL, *MLP, *sebulba, f"total_env_steps={20 * ITERATION}")
     command = ("-m", "torchpod", "train", *overrides)
     if num_hosts == 1:
@@ -162,13 +163,16 @@ def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts
     assert all(result.returncode == 0 for result in started), [result.stderr for result in started]
     assert len([*checkpoint.latest(tmp_path / "run").glob("state-*.pt")]) == num_hosts * num_ranks
     assert not [*(tmp_path / "run").glob(".rank*")]
-    execute(load([*overrides, f"run_dir={tmp_path / 'one'}"]))
+    every = ("checkpoint.interval_s=0", "checkpoint.keep=20")
+    execute(load([*overrides, *every, f"run_dir={tmp_path / 'one'}"]))
     one, many = (checkpoint.load_weights(checkpoint.latest(tmp_path / name)) for name in ("one", "run"))
+    first = checkpoint.load_weights(min((tmp_path / "one").glob("checkpoints/0*")))
     unlike = {name: (x - many[name]).abs().max().item() for name, x in one.items() if x.isfinite().all()}
     assert one.keys() - unlike.keys() == {"reward_clip"}  # infinite
     difference = max(unlike.values())
     print(f"{num_hosts} x {num_ranks} ranks differ by {difference:.2g} after 20 iterations")
     assert difference < 1e-5
+    assert max((x - first[name]).abs().max().item() for name, x in one.items() if name in unlike) > 1e-2
     rows = [metrics.read_metrics(tmp_path / name) for name in ("one", "run")]
     assert [row["env_steps"] for row in rows[0]] == [row["env_steps"] for row in rows[1]]
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from tests.interop.test_fall_back import agent_of_a_reading_actor, reading_agent
 from tests.marks import with_slow
 from tests.replay import agents as replay_agents
-from torchpod import random
+from tests.sebulba.runs import InParts
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
@@ -38,6 +38,9 @@ AGENTS = {
         name: lambda spec, name=name: IMPALA(spec, IMPALAConfig(hidden=(16,), torso=name))
         for name in ("nature", "impala_shallow", "impala_deep")
     },
+    "deep_lstm": lambda spec: IMPALA(
+        spec, IMPALAConfig(hidden=(16,), torso="impala_deep", width=2, depth=2, recurrent=8, cell="lstm")
+    ),
     "clip_ppo_loss": lambda spec: torchrl_agent(spec, TorchRLConfig("ClipPPOLoss", hidden=(16,))),
     "reading_loss": lambda spec: reading_agent(),
     "reading_actor": lambda spec: agent_of_a_reading_actor(),
@@ -45,7 +48,7 @@ AGENTS = {
 FALL_BACK = ("reading_loss", "reading_actor")
 LAGS = {"ppo": 1, "clip_ppo_loss": 1, "reading_loss": 0, "reading_actor": 0}
 """What they can correct for; the others for more."""
-IMAGES = ("nature", "impala_shallow", "impala_deep")
+IMAGES = ("nature", "impala_shallow", "impala_deep", "deep_lstm")
 
 
 class Drawn(CartPole):
@@ -58,25 +61,6 @@ class Drawn(CartPole):
     def observe(self, state):
         size = (128 + 40 * super().observe(state).clamp(-3, 3)).to(torch.uint8)
         return size[:, None, None].expand(-1, 84, 84, -1).contiguous()
-
-
-class InParts(HostEnv):
-    """Stepped between `send` and `recv`, so that an unroll may begin early, with keys of its own."""
-
-    def init(self, keys):
-        self.keys, self.count = keys, 0
-        return super().init(keys)
-
-    def step(self, state, action, keys):
-        self.send(action)
-        return None, self.recv()
-
-    def send(self, action):
-        self.action, self.count = action.clone(), self.count + 1
-
-    def recv(self):
-        time.sleep(1e-4)
-        return super().step(None, self.action, random.at(self.keys, torch.tensor(self.count)))[1]
 
 
 def make(agent, config, *, compiled, host=True, iterations=6, device="cuda", kind=HostEnv):
@@ -130,10 +114,12 @@ def require_the_same_update(agent, host, *, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-@pytest.mark.slow
-@pytest.mark.parametrize("agent", ["clip_ppo_loss", *FALL_BACK])
-def test_compiled_actors_and_learner_do_what_uncompiled_ones_do(agent):
-    require_the_same_update(agent, False, device="cpu")
+@pytest.mark.parametrize(
+    ("agent", "host"),
+    [("ppo", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("clip_ppo_loss", *FALL_BACK))],
+)
+def test_compiled_actors_and_learner_do_what_uncompiled_ones_do(agent, host):
+    require_the_same_update(agent, host, device="cpu")
 
 
 @pytest.mark.gpu
@@ -190,7 +176,9 @@ def require_two_equal_runs(agent, **how):
     assert ends[0].learner.healthy
 
 
-@pytest.mark.parametrize("agent", ["ppo", "lstm", "impala_shallow", "clip_ppo_loss", *FALL_BACK])
+@pytest.mark.parametrize(
+    "agent", with_slow(["ppo", "lstm", "impala_shallow", "deep_lstm", "clip_ppo_loss", *FALL_BACK], ("deep_lstm",))
+)
 def test_with_a_fixed_lag_two_runs_are_equal(agent):
     require_two_equal_runs(agent, compiled=False, iterations=2, device="cpu")
 

@@ -9,12 +9,13 @@ import time
 import torch
 from torch.utils import _pytree as pytree
 
+from torchpod import random
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.compile import Compiler
-from torchpod.env import make_timestep
+from torchpod.env import HostEnv, make_timestep
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.learner import LearnerConfig
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
@@ -26,6 +27,7 @@ LOCKSTEP = SebulbaConfig(num_actor_threads=1, lag=0)
 AGENTS = {
     "ppo": lambda spec: PPO(spec, PPOConfig(hidden=(8,))),
     "a2c": lambda spec: A2C(spec, A2CConfig(hidden=(8,))),
+    "a2c_gru": lambda spec: A2C(spec, A2CConfig(hidden=(8,), recurrent=6)),
     "impala": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,))),
     "lstm": lambda spec: IMPALA(spec, IMPALAConfig(hidden=(8,), recurrent=6, cell="lstm")),
     "gru": lambda spec: PPO(
@@ -66,6 +68,25 @@ def assert_equal(a, b, **tolerance):
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("torchpod-actor")]
+
+
+class InParts(HostEnv):
+    """Stepped between `send` and `recv`, so that an unroll may begin early, with keys of its own."""
+
+    def init(self, keys):
+        self.keys, self.count = keys, 0
+        return super().init(keys)
+
+    def step(self, state, action, keys):
+        self.send(action)
+        return None, self.recv()
+
+    def send(self, action):
+        self.action, self.count = action.clone(), self.count + 1
+
+    def recv(self):
+        time.sleep(1e-4)
+        return super().step(None, self.action, random.at(self.keys, torch.tensor(self.count)))[1]
 
 
 class Apart:

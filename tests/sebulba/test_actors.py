@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from tests.sebulba.runs import LEARNER, Apart, T, make, run
+from tests.sebulba.runs import LEARNER, Apart, B, T, make, run
 from tests.zygote import wait_until
 from torchpod.algos.impala import IMPALA
 from torchpod.algos.ppo import PPO
@@ -96,6 +97,8 @@ def test_the_next_unroll_is_begun_before_the_last_is_handed_over_if_its_paramete
             exchange.publish(1, variables)
         (item,) = actor.produce(exchange, number)
         unrolls[number] = [what for what, _ in happened]
+        assert isinstance(item.steps, TensorDict) and item.steps.batch_size == (B, T)
+        assert {"observation", "action", ("next", "observation"), ("next", "reward")} <= {*item.steps.keys(True)}
         begun.append(item.version)
         if number == 2:
             exchange.publish(2, variables)

@@ -87,6 +87,9 @@ class Stuck(Corridor):
         self.stop("check")
         if self.count == 150:
             self.stop("training")
+        rows = Path("run/metrics.jsonl")
+        if self.count == 0 and rows.is_file() and rows.stat().st_size > 0:  # of an evaluation: others moved before
+            self.stop("judging")
         if any(Path("run").glob("checkpoints/0*")):
             self.stop("evaluation")
         return super().step(action)
@@ -175,6 +178,8 @@ class Faulty(Corridor):
         Path("fault").touch()
         if self.fault == "hang":
             time.sleep(1e6)
+        if self.fault == "hang_in_c":
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
         if self.fault == "raise":
             raise OSError("the corridor is closed")
         return np.full(2 if self.fault == "shape" else 1, np.nan, np.float32), np.nan, False, False, {}
@@ -238,7 +243,9 @@ def test_train_eval_and_resume_on_gymnasium(capsys, algo):
     assert train("env=gymnasium", f"algo={algo}", *learner, f"total_env_steps={5 * STEPS}", "run_dir=run") == 0
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
-    assert all({"policy_age", "learner_wait", "actor_wait", "queue_occupancy"} <= row.keys() for row in rows)
+    told = {"env_steps_per_s", "learner_wait", "actor_wait", "actor_in_environment", "actor_in_inference"}
+    told |= {"actor_in_transfer", "policy_age", "policy_age_max", "queue_occupancy", "inference_batches_per_s"}
+    assert all(told <= row.keys() for row in rows)
     assert main(["eval", "run", "--episodes", "2"]) == 0
     capsys.readouterr()
     assert main(["train", "resume=run", f"total_env_steps={8 * STEPS}"]) == 0
@@ -308,6 +315,11 @@ def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
             "torchpod: error: actor thread . has waited . s for a step of its Faulty environments; .* {saved}",
         ),
         (
+            "env=corridor.py:Faulty +env.fault=hang_in_c loop.timeout_s=1",
+            "Stack of the thread that hangs .*corridor.py.* in step\n    hashlib.pbkdf2_hmac.*\n",
+            "torchpod: error: actor thread . has waited . s for a step of its Faulty environments; .* {saved}",
+        ),
+        (
             "env=corridor.py:Faulty +env.fault=nan",
             "",
             "torchpod: error: a gradient of iteration .* The environment gave numbers that are not finite: reward, "
@@ -334,7 +346,17 @@ def test_a_gymnasium_environment_of_ones_own_needs_no_registration(env):
             "torchpod: error: iteration .* failed: BrokenPipeError: what was it about. {saved}",
         ),
     ],
-    ids=["raises", "shape", "hangs", "nan", "learner", "learner's value", "learner's connection", "learner's pipe"],
+    ids=[
+        "raises",
+        "shape",
+        "hangs",
+        "hangs in C",
+        "nan",
+        "learner",
+        "learner's value",
+        "learner's connection",
+        "learner's pipe",
+    ],
 )
 def test_a_fault_ends_the_process_soon_with_its_traceback_and_a_checkpoint(zygote, folder, settings, trace, last):
     small = [x for x in SMALL if "hidden" not in x]
@@ -348,8 +370,13 @@ def test_a_fault_ends_the_process_soon_with_its_traceback_and_a_checkpoint(zygot
     assert 7 < name < 20  # 120 steps of an environment, and the resets between its episodes
     dumped = [path.name for path in Path("run").glob("nan/*")]
     assert dumped == ([f"iteration-{name + 1}-rank-0.pt"] if "nan" in settings else [])
-    assert main(["train", "resume=run", f"total_env_steps={(name + 1) * STEPS}"]) == 0
-    assert int(checkpoint.latest(Path("run")).name) == name + 1
+    goes_on_from(name)
+
+
+def goes_on_from(saved):
+    """The run, with another iteration."""
+    assert main(["train", "resume=run", f"total_env_steps={(saved + 1) * STEPS}"]) == 0
+    assert int(checkpoint.latest(Path("run")).name) == saved + 1
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf"])
@@ -638,6 +665,7 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
     saved = int(checkpoint.latest(Path("run")).name)
     assert error == f"torchpod: stopped at iteration {saved}, in the middle of the next; go on with resume=run\n"
     assert process.returncode == 130 and saved >= 36
+    goes_on_from(saved)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -674,8 +702,35 @@ def test_a_signal_in_the_final_evaluation_says_where_is_what_was_trained(start, 
     assert process.returncode == 130 and int(checkpoint.latest(Path("run")).name) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+JUDGED = (f"evaluation.every={2 * STEPS}", "total_env_steps=1_000_000", "run_dir=run")
+
+
+def numbers_of_rows():
+    return [json.loads(line)["iteration"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_environment_that_fails_in_an_evaluation_in_training_ends_the_run(capsys, threads):
+    env = ("env=corridor.py:Stuck", "+env.where=judging", "+env.how=fails", f"loop.num_actor_threads={threads}")
+    assert train(*env, *JUDGED) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    told = "torchpod: error: Stuck failed in an evaluation in training: LookupError: no way on."
+    assert error == f"{told} Iteration 2 is saved; go on with resume=run"
+    assert numbers_of_rows() == [1, 2]
+
+
 @pytest.mark.slow
+def test_a_signal_in_an_evaluation_in_training_stops_the_run_within_seconds(start):
+    process = start("env=corridor.py:Stuck", "+env.where=judging", *JUDGED)
+    wait_until(Path("sleeps").exists, 60)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=10)
+    assert error == "torchpod: stopped at iteration 2, in the middle of the next; go on with resume=run\n"
+    assert process.returncode == 130 and numbers_of_rows() == [1, 2]
+    assert int(checkpoint.latest(Path("run")).name) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
@@ -684,6 +739,7 @@ def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     saved = int(checkpoint.latest(Path("run")).name)
     assert (process.returncode, error) == (130, f"torchpod: stopped at iteration {saved}; go on with resume=run\n")
     assert group_is_empty(process)
+    goes_on_from(saved)
 
 
 @pytest.mark.parametrize(
@@ -709,6 +765,7 @@ def test_a_worker_process_that_is_killed_ends_the_run(start, which, env, name):
     assert message.startswith("torchpod: error: actor thread ") and message.endswith("go on with resume=run")
     assert group_is_empty(process)
     assert not any(alive(pid) for pid in workers)
+    goes_on_from(int(checkpoint.latest(Path("run")).name))
 
 
 def alive(pid):

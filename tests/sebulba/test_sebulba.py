@@ -17,7 +17,7 @@ from tests.contracts.test_alignment import (
     learned_from,
 )
 from tests.marks import with_slow
-from tests.sebulba.runs import AGENTS, LEARNER, LOCKSTEP, B, T, assert_equal, make, run
+from tests.sebulba.runs import AGENTS, LEARNER, LOCKSTEP, B, InParts, T, assert_equal, make, run
 from torchpod import random
 from torchpod.algos.a2c import A2C
 from torchpod.anakin import Anakin
@@ -27,6 +27,7 @@ from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import EnvPool, Gymnasium
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
+from torchpod.sebulba.exchange import Exchange
 from torchpod.sebulba.program import Program
 from torchpod.types import FIRST
 
@@ -49,7 +50,7 @@ class JitteryPool(EnvPool):
         return super().recv()
 
 
-@pytest.mark.parametrize("agent", with_slow(AGENTS, ("a2c", "lstm", "torchrl")))
+@pytest.mark.parametrize("agent", with_slow(AGENTS, ("a2c", "a2c_gru", "lstm", "torchrl")))
 def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent):
     """With a tensor environment, and with the same behind the host contract."""
     env = CartPole(max_episode_steps=7)
@@ -80,11 +81,14 @@ def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent):
     assert any((got.learner.params[name] != x).any() for name, x in begin.learner.params.items())
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["tensor", "host"])
+@pytest.mark.parametrize("kind", [lambda env: env, HostEnv, InParts], ids=["tensor", "host", "host in parts"])
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize(("num_actors", "num_pools", "lag"), [(0, 1, 0), (1, 1, 0), (1, 2, 1), (2, 2, 1)])
-def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, num_pools, lag, recurrent, host):
-    env, agent = HostEnv(Names()) if host else Names(), Checker(recurrent)
+def test_what_a_step_was_and_what_was_kept_of_it_line_up(
+    seed, num_actors, num_pools, lag, recurrent, kind, monkeypatch
+):
+    env, agent, begun, known = kind(Names()), Checker(recurrent), [], Exchange.known
+    monkeypatch.setattr(Exchange, "known", lambda *args: begun.append(known(*args)) or begun[-1])
     sebulba = Sebulba(
         lambda: agent,
         lambda: copy.copy(env),
@@ -103,6 +107,7 @@ def test_what_a_step_was_and_what_was_kept_of_it_line_up(seed, num_actors, num_p
     # Those before are of the warm-up, from one step repeated.
     assert_iterations_line_up(trajectories[-6:], carries)
     assert_rows_line_up(agent.batches[-learned:])
+    assert any(begun) == (kind is InParts and lag > 0)  # unrolls that began before the last was handed over
 
 
 @pytest.mark.parametrize(
@@ -286,7 +291,7 @@ def test_compiled_it_equals_compiled_anakin_to_the_bit(seed):
     assert_equal(run(sebulba, sebulba.init(seed))[0].learner, replay.state.learner)
 
 
-def test_compiled_actors_of_a_host_environment_learn(seed):
+def test_compiled_actors_of_gymnasiums_environments_run(seed):
     sebulba = make(SebulbaConfig(), env=Gymnasium("CartPole-v1"), compiled=True, iterations=4)
     state, _ = run(sebulba, sebulba.init(seed))
     assert int(state.iteration) == 4 and state.learner.healthy

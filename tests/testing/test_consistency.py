@@ -224,6 +224,8 @@ def test_what_cannot_be_compared_is_refused():
         check_consistency(Lift(), Short())
     with pytest.raises(ConsistencyError, match=r"observation\['top'\] came, the reference has observation\."):
         check_consistency(Lift(), Flat())
+    with pytest.raises(ValueError, match="capture on a GPU is of compiled steps, .* add compile"):
+        check_consistency(Lift(), PlainLift(), capture=True, device="cuda")
     with pytest.raises(ValueError, match="lift is stepped on the host"):
         check_consistency(HostEnv(Lift()), PlainLift())
     with pytest.raises(ValueError, match="num_envs=0 and num_steps=5 must be at least 1"):
@@ -293,3 +295,30 @@ def test_the_command_line_compares_two_classes(capsys):
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "cpu", "--capture"]) == 0
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "meat"]) == 1
     assert "torchpod check: --device meat is not there (" in capsys.readouterr().err
+
+
+class TiltedLift(PlainLift):
+    """Sees another floor at the first step."""
+
+    def step(self, action):
+        observation, reward, terminated, truncated = super().step(action)
+        return {**observation, "floor": [x + 1 for x in observation["floor"]]}, reward, terminated, truncated
+
+
+class TiltedPair(PlainPair):
+    """Whose third agent has a wrong feature."""
+
+    def __init__(self):
+        super().__init__(wrong=True)
+
+
+def test_the_command_line_names_the_first_difference_and_returns_1(capsys):
+    file = __file__
+    assert main(["check", f"{file}:Lift", f"{file}:TiltedLift"]) == 1
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(
+        "torchpod: error: lift at step 1 of an episode (step 1 in all), environment 0"
+    )
+    assert "observation['floor'] is " in error and error.count("\n") == 1
+    assert main(["check", f"{file}:Pair", f"{file}:TiltedPair"]) == 1
+    assert "agent 2, feature 1: observation['a'] is " in capsys.readouterr().err

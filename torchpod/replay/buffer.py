@@ -44,6 +44,7 @@ class ReplayConfig:
     """Sample in proportion to `priority ** alpha` (Schaul et al. 2016, https://arxiv.org/abs/1511.05952) instead of
     evenly, and weigh rows by `probability ** -beta`. The agent's loss must say priorities."""
     alpha: float = 0.6
+    """How much priorities count; 0: not at all."""
     beta: float = 0.4
     """Rises linearly to 1 over the run."""
     host: bool = False

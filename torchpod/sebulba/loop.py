@@ -212,7 +212,7 @@ class Sebulba:
 
     def capturable(self) -> bool:
         """Whether a graph can hold what has run so far."""
-        return self.compiler.capturable(self.agent)
+        return self.compiler.capturable
 
     def init(self, seed: int, iteration: int = 0) -> RunState:
         """The state before the first iteration, or to resume from a checkpoint of another. Starts the environments."""

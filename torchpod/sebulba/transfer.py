@@ -60,8 +60,13 @@ def take(handed: Handed, device: torch.device) -> Tree:
     """To be called where the tree is needed: on `device`, complete for what follows on the current stream there."""
     if handed.ready is None and device.type != "cuda":
         return handed.tree
-    handed.wait(pytree.tree_leaves(handed.tree), device)
-    return pytree.tree_map(lambda x: x.to(device, non_blocking=True), handed.tree)
+    leaves = pytree.tree_leaves(handed.tree)
+    with contextlib.ExitStack() as streams:
+        # torch copies to another GPU on the current stream of the tensor's own, where an update may be running.
+        for other in {x.device for x in leaves if x.device.type == "cuda"} - {device}:
+            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(other)))
+        handed.wait(leaves, device)
+        return pytree.tree_map(lambda x: x.to(device, non_blocking=True), handed.tree)
 
 
 class Port:

@@ -88,13 +88,13 @@ def check_consistency(
       atol: absolute tolerance.
       reward_atol: that of rewards; by default the same.
       compile: compare the compiled step.
-      capture: step as Anakin does, in static buffers, and on CUDA in a graph (graph.py).
+      capture: step as Anakin does, in static buffers, and on CUDA, with `compile`, in a graph (graph.py).
       device: of the tensor environment.
 
     Raises:
       ConsistencyError: names step, environment, agent and feature of the first difference.
       ContractError: the tensor environment branches on a tensor; says where.
-      ValueError: for an environment on the host; if there is nothing to play.
+      ValueError: for an environment on the host; if there is nothing to play; for capture on CUDA without `compile`.
     """
     if not isinstance(getattr(env, "spec", None), EnvSpec):
         raise ValueError(f"env={env!r} has no spec; hand over a tensor environment, made.")
@@ -108,6 +108,8 @@ def check_consistency(
         raise ValueError(f"{env.spec.name} is stepped on the host; check_consistency takes tensor environments.")
     if num_envs < 1 or (num_steps is not None and num_steps < 1):
         raise ValueError(f"num_envs={num_envs} and num_steps={num_steps} must be at least 1.")
+    if capture and not compile and torch.device(device).type == "cuda":
+        raise ValueError("capture on a GPU is of compiled steps, as in Anakin; add compile (--compile).")
     num_steps = num_steps or min(2 * (env.spec.max_episode_steps or 100) + 2, 1000)
     tolerance = _Tolerance(rtol, atol, atol if reward_atol is None else reward_atol)
     rows = [_Row(env, copy.deepcopy(reference), i, tolerance) for i in range(num_envs)]

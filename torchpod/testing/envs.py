@@ -207,7 +207,7 @@ def _check_copies(copies: list[Env], env_keys: Tensor, action_keys: Tensor, num_
         "Copies of an environment on the host (copy.copy, as each of Sebulba's pools steps one) must not share what "
         f"their steps change, and one gave other {changed} while another was stepped; make simulators, buffers and "
         "generators of their own (not np.random's) in init(), or in __copy__, or have one pool alone "
-        "(loop.num_actor_threads=1 loop.pools_per_actor=1).",
+        "(loop.num_actor_threads=1 loop.pools_per_actor=1, and no evaluation.every).",
     )
 
 

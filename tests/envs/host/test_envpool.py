@@ -17,15 +17,16 @@ from torch.utils import _pytree as pytree
 from tests.marks import with_slow
 from torchpod import random
 from torchpod.actions import random_action
-from torchpod.agent import variables_of
+from torchpod.agent import Agent, variables_of
 from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import EnvPool
 from torchpod.envs.host.batches import handed_over
+from torchpod.evaluate import evaluate
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
-from torchpod.types import FIRST, LAST, MID, TimeStep
+from torchpod.types import FIRST, LAST, MID, ActorOutput, TimeStep
 
 envpool = pytest.importorskip("envpool", reason="the extra `envpool` is not installed", exc_type=ImportError)
 registration = pytest.importorskip("envpool.registration")
@@ -256,6 +257,33 @@ def test_raw_reward_is_what_it_was_before_clipping():
     raw, reward = (column(seen, pick) for pick in (lambda t: t.extras["raw_reward"], lambda t: t.reward))
     assert raw.max() >= 10
     assert torch.equal(reward, raw.sign())
+
+
+class ByTheFrame(Agent):
+    """Acts by the sum of the frames that it sees."""
+
+    def act(self, timestep, state, keys, explore=True):
+        return ActorOutput(timestep.observation.sum((1, 2, 3)) % 9, {}), state
+
+
+def test_an_evaluation_sums_raw_rewards_of_all_lives(monkeypatch):
+    """Beside a plain loop on an equal pool, with EnvPool's own words for both."""
+    options, make = [], envpool.make_gymnasium
+    monkeypatch.setattr(envpool, "make_gymnasium", lambda *args, **given: options.append(given) or make(*args, **given))
+    env = EnvPool("MsPacman-v5", episodic_life=True, reward_clip=True, max_episode_steps=2_000)
+    found = evaluate(ByTheFrame(), env, {}, random.key(3), num_episodes=2)
+    env.close()
+    monkeypatch.undo()
+    pool = envpool.make_gymnasium("MsPacman-v5", **options[-1])
+    observation, _ = pool.reset()
+    returns, lives_lost, over = np.zeros(2), np.zeros(2), np.zeros(2, bool)
+    while not over.all():
+        observation, reward, terminated, truncated, info = pool.step(observation.sum((1, 2, 3)) % 9)
+        returns += np.where(over, 0, info["reward"])
+        lives_lost += (terminated | truncated) & ~over
+        over |= info["terminated"].astype(bool)
+    assert found.finished.all() and found.returns.tolist() == returns.tolist()
+    assert (returns > 100).all() and (lives_lost > 1).all()  # clipped, it would be a tenth of it, and of one life
 
 
 def test_options_reach_envpool():

@@ -198,13 +198,14 @@ def require_equal(env, oracles, policies, step=None):
 def test_whole_episodes_equal_the_oracle(compiled):
     env = CovidEconomy()
     policies = [Anything(0), Anything(1), always(0), always(10, 20), always(1)]
-    step = Compiler(enabled=True)(env.step) if compiled else None
-    require_equal(env, [Oracle() for _ in policies], policies, step)
+    require_equal(env, [Oracle() for _ in policies], policies, Compiler(compiled)(env.step))
 
 
-def test_an_episode_in_which_masks_are_not_enforced_equals_the_oracle():
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_episode_in_which_masks_are_not_enforced_equals_the_oracle(compiled):
     env = CovidEconomy(enforce_masks=False)
-    require_equal(env, [Oracle(enforce_masks=False) for _ in range(2)], [Anything(2), always(3, 7)])
+    step = Compiler(compiled)(env.step)
+    require_equal(env, [Oracle(enforce_masks=False) for _ in range(2)], [Anything(2), always(3, 7)], step)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +217,10 @@ def test_an_episode_in_which_masks_are_not_enforced_equals_the_oracle():
         {"spread_scale": 1.5, "response_scale": 0.8, "unemployment_scale": 1.7, "risk_aversion": 0.5},
     ],
 )
-def test_other_settings_equal_the_oracle_too(settings):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_other_settings_equal_the_oracle_too(settings, compiled):
     env, oracles = CovidEconomy(200, **settings), [Oracle(200, **settings) for _ in range(2)]
-    require_equal(env, oracles, [Anything(3), always(0, 20)])
+    require_equal(env, oracles, [Anything(3), always(0, 20)], Compiler(compiled)(env.step))
     if "vaccine_interval" in settings:
         assert (oracles[1].S == 0).any() and (oracles[1].V > 0).all()  # all are immune before the vaccine is used up
 

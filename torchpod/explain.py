@@ -1,0 +1,141 @@
+"""What `torchpod train --help` and `torchpod list` say of settings and choices: what is said where they are defined.
+
+That is the text below a field of a dataclass, the `Args` of an environment's docstring, a comment in configs/, or the
+first sentence of a file.
+"""
+
+import ast
+import dataclasses
+import inspect
+import math
+import re
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchpod import algos, configs, envs
+from torchpod.agent import Agent
+from torchpod.config import OBJECT, TrainConfig, choices
+from torchpod.makers import agent_classes, find
+
+_WIDTH = 120
+
+
+def explained_settings(config: TrainConfig) -> str:
+    """The settings as YAML, each with a comment that tells what it is, where something is said of it."""
+    agent, agent_config = agent_classes(config.algo.name)
+    told = _comments(config) | _of_fields(TrainConfig, "") | _of_fields(agent_config, "algo.agent.")
+    told["algo.name"] = _summary(agent)
+    if not config.env["name"].startswith(OBJECT):
+        env = find(config.env["name"], envs.MAKERS, "env")
+        told |= _of_arguments(env) | {"env.name": _summary(env)}
+    return "\n".join(_lines(config.to_dict(), told, ""))
+
+
+def explained_choices(group: str) -> str:
+    """A line for each choice of a config group (algo, env, experiment): its name, and what it is in a sentence."""
+    names = choices(group)
+    makers = {"algo": {name: maker for name, (maker, _) in algos.MAKERS.items()}, "env": envs.MAKERS}.get(group, {})
+    told = {name: _summary(makers[name]) if makers else _head(group, name) for name in names}
+    width = max(map(len, names))
+    return "\n".join(
+        f"{name:{width}}  {textwrap.shorten(sentence, _WIDTH, placeholder=' ...')}" for name, sentence in told.items()
+    )
+
+
+def _summary(maker: Any) -> str:
+    """The first sentence of the file that defines it, or of its own where the file has several agents."""
+    own, file = inspect.getdoc(maker) or "", inspect.getdoc(inspect.getmodule(maker)) or ""
+    is_one_of_several = inspect.isclass(maker) and issubclass(maker, Agent) and not own.startswith("See the module")
+    return _sentence(own if is_one_of_several else file or own)
+
+
+def _head(group: str, name: str) -> str:
+    """The first sentence of the comment at the head of a file in configs/."""
+    lines = Path(configs.__path__[0], group, f"{name}.yaml").read_text().splitlines()
+    return _sentence(" ".join(line[2:] for line in lines if line.startswith("# ") and "@package" not in line))
+
+
+def _sentence(text: str) -> str:
+    """The first sentence."""
+    return re.split(r"(?<=[.!?])(?<!et al\.)\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+
+
+def _lines(settings: Mapping[str, Any], told: Mapping[str, str], prefix: str) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, value in settings.items():
+        is_group = isinstance(value, Mapping) and value and prefix.count(".") < 2  # deeper ones are values
+        braced = yaml.safe_dump({name: value}, default_flow_style=True, width=math.inf).strip()
+        shown = indent + (f"{name}:" if is_group else braced[1:-1])
+        comment = told.get(prefix + name, "")
+        if len(line := f"{shown}  # {comment}") <= _WIDTH:
+            yield line if comment else shown
+        else:
+            yield from textwrap.wrap(comment, _WIDTH, initial_indent=indent + "# ", subsequent_indent=indent + "# ")
+            yield shown
+        if is_group:
+            yield from _lines(value, told, f"{prefix}{name}.")
+
+
+def _of_fields(cls: type, prefix: str) -> dict[str, str]:
+    """What stands below the fields of a dataclass, and of the dataclasses in it, by their dotted names."""
+    told = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            told |= {prefix + name: text for name, text in _below_fields(base)}
+    for name, hint in typing.get_type_hints(cls).items():
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+                told |= _of_fields(inner, f"{prefix}{name}.")
+    return told
+
+
+def _below_fields(cls: type) -> Iterator[tuple[str, str]]:
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, SyntaxError):  # made by a program: nothing is written anywhere
+        return
+    assert isinstance(definition, ast.ClassDef)
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                yield name, " ".join(text.split())
+
+
+def _of_arguments(maker: Any) -> dict[str, str]:
+    """The arguments of an environment, as its docstring or that of its constructor explains them below `Args:`."""
+    told = {}
+    for text in (inspect.getdoc(maker), inspect.getdoc(getattr(maker, "__init__", None))):
+        section = re.search(r"^Args:\n((?:(?: .*)?\n?)*)", text or "", re.MULTILINE)
+        for entry in re.split(r"\n(?=\S)", textwrap.dedent(section[1])) if section else ():
+            names, _, words = entry.partition(":")
+            told |= {f"env.{name.strip()}": " ".join(words.split()) for name in names.split(",")}
+    return told
+
+
+def _comments(config: TrainConfig) -> dict[str, str]:
+    """The comments behind settings in the files that the run is composed of."""
+    chosen = {"algo": config.algo.name, "env": config.env["name"], "loop": config.loop.name, "logger": "default"}
+    told = _comments_of("train", "")
+    for group, name in chosen.items():
+        told |= _comments_of(f"{group}/{name}", f"{group}.")
+    return told
+
+
+def _comments_of(name: str, prefix: str) -> dict[str, str]:
+    path = Path(configs.__path__[0], f"{name}.yaml")
+    told, keys = {}, []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        if found := re.match(r"( *)(\w+):([^#]*)(?:# (.*))?$", line):
+            indent, key, _, comment = found.groups()
+            keys = [*keys[: len(indent) // 2], key]
+            if comment:
+                told[prefix + ".".join(keys)] = comment
+    return told
