@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -65,16 +64,15 @@ def test_a_constant_player_of_one_agent(tmp_path, capsys):
 class Still(Agent):
     """Takes action 0; has two policies beside the groups."""
 
-    teams: ClassVar = {
-        "edges": lambda tree, axis: torch.cat(
-            [tree["left"].narrow(axis, 0, 1), tree["right"].narrow(axis, 2, 1)], axis
-        ),
-        "all": lambda tree, axis: torch.cat([tree["left"], tree["right"]], axis),
-    }
-
     def __init__(self, left=()):
         super().__init__()
         self.shapes = {"left": left, "right": ()}
+        self.teams = {
+            "edges": lambda tree, axis: torch.cat(
+                [tree["left"].narrow(axis, 0, 1), tree["right"].narrow(axis, 2, 1)], axis
+            ),
+            "all": lambda tree, axis: torch.cat([tree["left"], tree["right"]], axis),
+        }
 
     def act(self, timestep, state, keys, explore=True):
         zeros = {g: torch.zeros(len(keys), 3, *shape, dtype=torch.int64) for g, shape in self.shapes.items()}
