@@ -6,13 +6,14 @@ import torch
 
 from tests.test_evaluate import Lives, make
 from torchpod import random
-from torchpod.agent import variables_of
+from torchpod.agent import bind, variables_of
 from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.env import HostEnv
 from torchpod.envs import CartPole, CovidEconomy, TagContinuous, TagGridWorld
 from torchpod.envs.transforms import FrameStack, RewardClip
 from torchpod.evaluate import evaluate
 from torchpod.recording import arrays_of, record_episode, save_recording
+from torchpod.types import TimeStep
 
 TAG = {"num_taggers": 2, "num_runners": 3, "num_other_agents_observed": 2, "tagging_distance": 0.2, "grid_length": 5.0}
 
@@ -75,6 +76,7 @@ def test_numpy_reads_the_file_without_pickle_and_nothing_else_is_left(tmp_path, 
     assert arrays["observation/governor/action_mask"].shape == (10, 51, 11)
     assert arrays["state/infected"].shape == (10, 51) and arrays["state/day"].tolist() == list(range(10))
     assert arrays["episode/deaths"].shape == (10,) and arrays["action/planner"].shape == (9, 1)
+    assert arrays["agent/governor/action_log_prob"].shape == arrays["agent/governor/state_value"].shape == (9, 51)
 
 
 def test_an_episode_of_one_agent_is_recorded_behind_its_transforms(seed):
@@ -84,6 +86,11 @@ def test_an_episode_of_one_agent_is_recorded_behind_its_transforms(seed):
     score = evaluate(agent, env, variables, random.key(seed), num_episodes=2)
     length = int(score.lengths[0])
     assert arrays["reward"].tolist() == [0.0] + [0.5] * length and arrays["raw_reward"].sum() == length
+    seen = TimeStep(*(torch.from_numpy(arrays[name][:-1]) for name in TimeStep._fields[:-1]), {})
+    output, _ = bind(agent, variables).act(seen, (), random.split(random.key(0), length), explore=False)
+    assert {name for name in arrays if name.startswith("agent/")} == {f"agent/{name}" for name in output.extras}
+    for name, x in output.extras.items():
+        np.testing.assert_allclose(arrays[f"agent/{name}"], x, rtol=1e-5, atol=1e-6)
     for i, (timestep, ((state, _, _), _)) in enumerate(
         (t, s[0]) for t, s in replayed(env, arrays, random.key(seed), 2)
     ):

@@ -8,6 +8,7 @@ The file is read with NumPy alone, `numpy.load(FILE)`. With T steps, and N agent
 | `observation`, `reward`, `discount` | `[T + 1, ...]`; of groups `reward/GROUP` `[T + 1, N]` and so on |
 | `raw_reward`, `game_over`, and what else is in `TimeStep.extras`, e.g. `alive/GROUP` `[T + 1, N]` | `[T + 1, ...]` |
 | `action`, or `action/GROUP` | `[T, ...]`; the t-th led from the t-th row of all else to the next |
+| `agent/NAME`, or `agent/POLICY/NAME`: what the agent says beside its action, e.g. `action_log_prob` | `[T, ...]` |
 | `state`, or `state/FIELD` | `[T + 1, ...]`, the tensor environment's own state, behind its transforms |
 
 Entries of dicts are named likewise, `observation/governor/action_mask`. Row 0 is the start of the episode.
@@ -41,6 +42,8 @@ class Recording(NamedTuple):
     """`[T + 1, 1, ...]`."""
     action: Tree
     """`[T, 1, ...]`."""
+    said: Tree
+    """`[T, 1, ...]`, the `extras` of the agent."""
     env_state: Tree
     """`[T + 1, 1, ...]`; () of a host environment."""
 
@@ -82,16 +85,17 @@ def record_episode(
             for _ in range(min(every, limit - moved)):
                 carry, output = step(variables, carry, env_keys, actor_keys)
                 rows.append(shown(carry))
-                actions.append(output.action)
+                actions.append((output.action, output.extras))
             seen.append(_stack(rows))
             acted.append(_stack(actions))
             moved += int((seen[-1][0].step_type != FIRST).sum())  # the reset between two lives is no step
             over = bool(seen[-1][0].extras["game_over"].any())
-    (timestep, env_state), action = (_cat(parts) for parts in (seen, acted))
+    (timestep, env_state), decided = (_cat(parts) for parts in (seen, acted))
     ends = timestep.extras["game_over"].flatten().nonzero().flatten().tolist()
     length = ends[0] if ends else len(timestep.step_type) - 1
     whole = pytree.tree_map(lambda x: x[: length + 1], (timestep, env_state))
-    return Recording(whole[0], pytree.tree_map(lambda x: x[:length], action), whole[1])
+    action, said = pytree.tree_map(lambda x: x[:length], decided)
+    return Recording(whole[0], action, said, whole[1])
 
 
 def check_recording(path: Path) -> None:
@@ -133,6 +137,7 @@ def arrays_of(env: Env, recording: Recording) -> dict[str, NDArray[Any]]:
         "reward": t.reward,
         "discount": t.discount,
         "action": recording.action,
+        "agent": recording.said,
         "state": innermost(env, recording.env_state)[1] if env.traits.pure else (),
     }
     for name, value in t.extras.items():

@@ -59,13 +59,13 @@ class Scripted(Agent):
         drawn = random_action(self._spec, timestep.observation, random.fold_in(keys, _STREAM))
         if None in self._scripts:
             (script,) = self._scripts[None]
-            return output._replace(action=self._said(None, script.action, drawn, timestep.observation)), state
+            return ActorOutput(self._said(None, script.action, drawn, timestep.observation), {}), state
         actions = dict(output.action)
         for group, scripts in self._scripts.items():
             for action, who in scripts:
                 said = self._said(group, action, drawn[group], timestep.observation[group])
                 actions[group] = said if who is None else _where(who, said, actions[group])
-        return ActorOutput(actions, output.extras), state
+        return ActorOutput(actions, {}), state  # what the agent says besides is of its own actions
 
     def _said(self, group: str | None, action: Tensor | None, drawn: Tree, observation: Tree) -> Tree:
         if action is None:
