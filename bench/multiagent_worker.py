@@ -193,7 +193,15 @@ PROGRAMS = {"env_only": env_only, "rollout": rollout, "update": update, "sampler
 
 
 def build(
-    game: str, num_agents: int, num_envs: int, *, mode: str, full: bool, compiler: Compiler, device: str
+    game: str,
+    num_agents: int,
+    num_envs: int,
+    *,
+    mode: str,
+    full: bool,
+    compiler: Compiler,
+    device: str,
+    unroll_length: int | None = None,
 ) -> Anakin:
     """The program for one of `GAMES`; what stores nothing takes `FEW_STEPS` for an iteration on a CPU.
 
@@ -210,7 +218,7 @@ def build(
         lambda: IA2C(made.env.spec, made.config),
         made.env,
         num_envs=num_envs,
-        unroll_length=FEW_STEPS if few else made.unroll_length,
+        unroll_length=FEW_STEPS if few else unroll_length or made.unroll_length,
         learner=learner,
         num_iterations=1,
         compiler=compiler,
@@ -340,6 +348,7 @@ def main() -> None:
     parser.add_argument("--num-agents", type=int, default=5)
     parser.add_argument("--num-envs", type=int, default=2000)
     parser.add_argument("--mode", choices=[*PROGRAMS], default="env_only")
+    parser.add_argument("--unroll", type=int, help="steps of an iteration that stores them; default: the game's")
     parser.add_argument("--full", action="store_true", help="the full observation")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: captured, in TF32")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a timed call, about")
@@ -351,7 +360,14 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if args.device == "cuda" else "highest")
     compiler = Compiler(True)
     anakin = build(
-        args.game, args.num_agents, args.num_envs, mode=args.mode, full=args.full, compiler=compiler, device=args.device
+        args.game,
+        args.num_agents,
+        args.num_envs,
+        mode=args.mode,
+        full=args.full,
+        compiler=compiler,
+        device=args.device,
+        unroll_length=args.unroll,
     )
     prepared = Prepared(anakin, args.mode, compiler=compiler, seconds=args.seconds, seed=args.seed)
     if not args.rounds:

@@ -139,6 +139,25 @@ def test_a_row_says_agent_steps_floor_memory_and_the_figure_of_warpdrive(tmp_pat
     assert sampler["peer"] is None and sampler["note"].startswith("4,900,000 samples/s; step 2,041 us, floor 28:")
 
 
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
+def test_unrolls_on_a_cpu_are_as_long_as_fits(case):
+    arguments = multiagent.case_arguments(case, "cpu", 0.7, 3, 0)
+    assert "--unroll" not in multiagent.case_arguments(case, "cuda", 0.7, 3, 0)
+    rows = case.num_agents * case.num_envs
+    if case.mode in multiagent.LEARNING and case.game in multiagent.MOST_ROWS:
+        steps = int(arguments[arguments.index("--unroll") + 1]) if "--unroll" in arguments else 100
+        assert rows * steps <= multiagent.MOST_ROWS[case.game] < rows * 2.5 * steps or steps == 100
+    else:
+        assert "--unroll" not in arguments
+
+
+def test_the_worker_takes_the_unroll_that_it_is_told():
+    anakin = worker.build(
+        PLANE, 12, 3, mode="update", full=False, compiler=Compiler(False), device="cpu", unroll_length=25
+    )
+    assert anakin.unroll_length == 25
+
+
 def test_a_floor_that_was_undercut_is_none(tmp_path, monkeypatch):
     status, document = run(tmp_path, monkeypatch, [Case("tag_gridworld", 5, 2000)], 1e8, 9800.0, device="cpu")
     told = "env_only_tag_gridworld_5/2000: an iteration took 0.2 ms, and its floor is 1.3."
