@@ -125,6 +125,43 @@ class TestCommand:
         config = load(["algo=dqn", "algo.unroll_length=4", "+autoscale=runs/dqn_cartpole/autoscale.yaml"])
         assert (config.num_envs, config.algo.learner.num_minibatches) == (32, 8)
 
+    @pytest.mark.parametrize("largest", [True, False])
+    def test_the_largest_is_told_with_the_fastest_on_the_way(
+        self, largest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        def measure(overrides: list[str], **_: object) -> Answer:
+            num_envs = load(overrides).num_envs
+            rate = {8: 10.0, 16: 30.0}.get(num_envs, 20.0)  # a cache ends
+            return Answer("fits" if num_envs <= 64 else "out of memory", rate, 1.0, 10**6, 10**9)
+
+        monkeypatch.setattr("torchpod.autoscale.measure", measure)
+        given = ["algo=dqn", "env=cartpole", "num_envs=8", f"--out={tmp_path}/a.yaml"]
+        assert autoscale.main([*given, "--largest"] if largest else given) == 0
+        printed, found = capsys.readouterr().out, yaml.safe_load((tmp_path / "a.yaml").read_text())
+        assert found["num_envs"] == (64 if largest else 16)
+        told = "\nfastest of these: num_envs=16, 1.50 times as fast as the largest\n"
+        assert (told in printed) == largest and ("fastest of these" in printed) == largest
+
+    @pytest.mark.slow
+    def test_memory_ends_a_search_and_nothing_else_does(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        """Of real probes: the limit is twice what the first takes."""
+        monkeypatch.chdir(tmp_path)
+        given = ["env=cartpole", *SMALL, "num_envs=16384", "algo.learner.num_minibatches=1"]
+        search = ["autoscale", *given, "--largest", "--seconds", "0.05", "--json", "rows.json"]
+        assert main([*search, "--max-envs", "16384"]) == 0
+        least = max(row["memory_bytes"] for row in json.loads(Path("rows.json").read_text())["rows"])
+        capsys.readouterr()
+        assert main([*search, "--memory", f"{2 * least / 1e9}"]) == 0
+        document = json.loads(Path("rows.json").read_text())
+        rows = document["rows"]
+        assert [row["num_envs"] for row in rows[:2]] == [16384, 32768] and rows[0]["verdict"] == "fits"
+        assert any(row["verdict"] == "out of memory" for row in rows)
+        assert all(row["memory_bytes"] <= document["limit_bytes"] for row in rows if row["verdict"] == "fits")
+        chosen = yaml.safe_load(Path("runs/ppo_cartpole/autoscale.yaml").read_text())["num_envs"]
+        assert 16384 <= chosen < 2**20
+
     @pytest.mark.parametrize("share", [0.5, 1.0])
     def test_a_machine_that_does_other_work_is_said(
         self, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ from torchpod.arguments import Parser
 from torchpod.cgroups import available_bytes
 from torchpod.config import ConfigError, TrainConfig, load
 from torchpod.gxx import cores
-from torchpod.knobs import NAMES, Row, Search, Setting
+from torchpod.knobs import GAIN, NAMES, Row, Search, Setting
 from torchpod.probe import CPU_SHARE, Answer, measure
 from torchpod.run_folder import hardware, write_text
 
@@ -181,6 +181,10 @@ def _told(search: Search, best: Row, config: TrainConfig, start: Setting, *, lar
     lines = [f"{'largest' if largest else 'fastest'}: {found}"]
     if best is not first:
         lines[0] += f", {best.rate / first.rate:.2f} times as fast as num_envs={first.setting.num_envs}"
+    quickest = max((row for row in search.rows if row.fits), key=lambda row: row.rate)
+    if quickest.rate > GAIN * best.rate:
+        found = ", ".join(f"{key}={value}" for key, value in quickest.setting.overrides(start).items())
+        lines.append(f"fastest of these: {found}, {quickest.rate / best.rate:.2f} times as fast as the largest")
     shared = sum(row.answer.cpu_share < _QUIET for row in search.rows if row.answer)
     if shared:
         lines.append(
