@@ -1,5 +1,6 @@
 import contextlib
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -181,6 +182,7 @@ GIVEN = {
     "lag": 1,
     "max_lag": 1,
     "queue_size": 1,
+    "actors": 1,
     "pools": 1,
     "one_stands_still": False,
     "num_epochs": 1,
@@ -216,6 +218,23 @@ def test_a_lag_that_the_agent_refuses_or_the_queue_leaves_without_effect_is_not_
 def test_what_is_1_is_not_to_be_lowered(num_epochs, num_minibatches, update):
     given = GIVEN | {"num_epochs": num_epochs, "num_minibatches": num_minibatches}
     assert advise(HostEnv(CartPole()), **given).update == update
+
+
+@pytest.mark.parametrize(
+    ("actors", "cpus", "tensor", "pool"),
+    [
+        (1, 1, "raise loop.num_actor_threads", "they have a thread for every core"),
+        (1, 2, "raise loop.num_actor_threads", "raise env.num_threads"),
+        (2, 2, "lower loop.num_actor_threads", "lower loop.num_actor_threads"),
+        (2, 3, "raise loop.num_actor_threads", "raise env.num_threads"),
+        (3, 2, "lower loop.num_actor_threads", "lower loop.num_actor_threads"),
+    ],
+)
+def test_as_many_actors_as_cores_are_too_many(actors, cpus, tensor, pool, monkeypatch):
+    monkeypatch.setattr("torchpod.progress.cores", lambda: cpus)
+    envpool = SimpleNamespace(num_threads=1)
+    given = GIVEN | {"actors": actors, "pools": actors}
+    assert [advise(env, **given).environments for env in (HostEnv(CartPole()), envpool)] == [tensor, pool]
 
 
 def test_an_environment_knows_what_makes_it_faster(monkeypatch):

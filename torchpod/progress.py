@@ -34,6 +34,7 @@ def advise(
     lag: int | Literal["free"],
     max_lag: int | None,
     queue_size: int,
+    actors: int,
     pools: int,
     one_stands_still: bool,
     num_epochs: int,
@@ -46,15 +47,18 @@ def advise(
       lag: of the loop.
       max_lag: the most that the agent takes; None: any.
       queue_size: of the loop. An actor is that many unrolls ahead, and one in its hands: more lag changes nothing.
+      actors: threads that act.
       pools: of environments, over all actor threads.
       one_stands_still: whether a GPU decides, and an actor has one pool, whose threads wait for it.
       num_epochs: of the learner.
       num_minibatches: of the learner.
     """
-    environments = getattr(env, "advice", "raise loop.num_actor_threads")
+    crowded = actors > 1 and actors >= cores()  # the learner has none of its own: fewer were faster wherever measured
+    more = "lower loop.num_actor_threads" if crowded else "raise loop.num_actor_threads"
+    environments = getattr(env, "advice", more)
     if (num_threads := getattr(env, "num_threads", None)) is not None:
         free = pools * num_threads < cores()
-        environments = "they have a thread for every core"
+        environments = more if crowded else "they have a thread for every core"
         if one_stands_still:
             environments = "set loop.pools_per_actor=2"
         if free:

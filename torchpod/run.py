@@ -599,6 +599,7 @@ def _logger(config: TrainConfig, run_dir: Path, resumed_at: int, loop: Anakin | 
                 lag=config.loop.lag,
                 max_lag=loop.agent.max_lag,
                 queue_size=config.loop.queue_size,
+                actors=loop.num_actors,
                 pools=loop.num_actors * config.loop.pools_per_actor,
                 one_stands_still=loop.device.type == "cuda"
                 and config.loop.pools_per_actor == 1
