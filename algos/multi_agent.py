@@ -404,9 +404,7 @@ def _short(index: list[int]) -> slice | tuple[int, ...]:
 def _pick(x: Tensor, part: slice | tuple[int, ...], axis: int) -> Tensor:
     if isinstance(part, slice):
         return x.narrow(axis, part.start, part.stop - part.start)
-    if torch.compiler.is_compiling() or x.device.type == "cpu":  # where the index is a constant
-        return x.index_select(axis, torch.tensor(part, device=x.device))
-    return torch.cat([x.narrow(axis, i, 1) for i in part], axis)  # for a graph cannot hold a copy from the host
+    return x.index_select(axis, torch.tensor(part, device=x.device))
 
 
 def _flat(tree: Tree, axis: int) -> Tree:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from torchpod.algos.ppo import PPO, PPOConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MyConfig(PPOConfig):
+    patience: int
+    mood: object = object()
     courage: float = 0.5
     """How much is
     dared."""
@@ -25,7 +27,7 @@ class MyConfig(PPOConfig):
 class MyAgent(PPO):
     """Dares a lot. And more."""
 
-    def __init__(self, spec, config: MyConfig = MyConfig()) -> None:
+    def __init__(self, spec, config: MyConfig) -> None:
         super().__init__(spec, config)
 '''
 ENV = '''
@@ -46,7 +48,7 @@ class MyEnv(CartPole):
       ValueError: never.
     """
 
-    def __init__(self, grip: float = 1.0, hold: float = 2.0, wind: float = 0.0) -> None:
+    def __init__(self, grip: float, hold: float = 2.0, wind: float = 0.0) -> None:
         super().__init__()
 '''
 
@@ -66,26 +68,39 @@ RUNS = (
 )
 
 
+OF_ENVPOOL = ("  episodic_life: true", "  reward_clip: true")
+"""Its own options, which nothing here explains."""
+
+
 @pytest.mark.parametrize("overrides", RUNS, ids=" ".join)
 def test_every_setting_is_explained_and_the_text_is_yaml_of_the_settings(overrides: list[str]):
     config = load(overrides)
     text = explained_settings(config)
     assert yaml.safe_load(text) == config.to_dict()
-    assert set(unexplained(text)) <= {f"  name: {config.loop.name}"}  # of which `loop` says what there is
+    assert set(unexplained(text)) <= {f"  name: {config.loop.name}", *OF_ENVPOOL}  # of which `loop` says what there is
 
 
 def test_agents_and_environments_of_the_users_are_explained_by_their_own_words(tmp_path: Path):
     (tmp_path / "my_agent.py").write_text(AGENT)
     (tmp_path / "my_env.py").write_text(ENV)
     agent, env = f"algo={tmp_path}/my_agent.py:MyAgent", f"env={tmp_path}/my_env.py:MyEnv"
-    lines = explained_settings(
-        load([agent, env, "+algo.agent.courage=0.7", "+algo.agent.haste=4", "+env.hold=3.0", "+env.wind=1.0"])
-    ).splitlines()
-    assert "    courage: 0.7  # How much is dared." in lines
-    assert "    haste: 4" in lines
-    assert "  hold: 3.0  # how firmly, in N, at both ends." in lines
+    lines = explained_settings(load([agent, env, "+algo.agent.haste=4", "+env.wind=1.0"])).splitlines()
+    assert "    courage: 0.5  # How much is dared." in lines
+    assert "    hidden: [64, 64]  # Units of each hidden layer, of policy and value." in lines
+    assert "    haste: 4" in lines and "    patience: ???" in lines and "    mood: <object object" in "\n".join(lines)
+    assert "  grip: ???  # how firmly, in N, at both ends." in lines
+    assert "  hold: 2.0  # how firmly, in N, at both ends." in lines
     assert "  wind: 1.0  # of the day." in lines
     assert {"  # Dares a lot.", "  # A pole that somebody holds."} <= {line[line.find("  #") :] for line in lines}
+
+
+def test_what_says_nothing_of_itself_is_not_told_as_what_it_is_derived_from(tmp_path: Path):
+    (tmp_path / "my_agent.py").write_text(AGENT.replace('"""Dares a lot. And more."""', ""))
+    (tmp_path / "my_env.py").write_text("import gymnasium\n\nclass MyEnv(gymnasium.Env):\n    pass\n")
+    files = [f"algo={tmp_path}/my_agent.py:MyAgent", f"env={tmp_path}/my_env.py:MyEnv", "loop=sebulba"]
+    lines = explained_settings(load(files)).splitlines()
+    names = [line for line in lines if line.startswith("  name: ") and ":My" in line]
+    assert len(names) == 2 and not any("#" in line for line in names)
 
 
 @pytest.mark.parametrize("group", ["algo", "env", "experiment"])

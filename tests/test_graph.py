@@ -100,5 +100,5 @@ def test_every_capture_is_on_a_stream_of_its_own_on_the_device_of_the_state(monk
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_only_what_is_compiled_is_captured(enabled):
-    assert Compiler(enabled).capturable == enabled
+def test_programs_on_a_gpu_become_graphs_if_they_are_compiled(enabled):
+    assert [Compiler(enabled).captures(torch.device(kind)) for kind in ("cpu", "cuda")] == [False, enabled]

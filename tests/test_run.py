@@ -134,16 +134,34 @@ def test_evaluations_in_training_judge_what_is_learned_then_and_change_nothing(
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     table = rows(tmp_path / "whole")
     found = {row["iteration"]: row["eval_return"] for row in table if "eval_return" in row}
-    assert [*found] == [3, 5]  # the first after 2.5 and after 5 iterations
+    assert [row["iteration"] for row in table] == [1, 2, 3, 3, 4, 5, 5, 6, 7]  # of every 2.5 iterations
     for iteration, told in found.items():
         assert (told if isinstance(told, list) else [told]) == judged(tmp_path / "whole", iteration)
-    assert [{k: v for k, v in row.items() if "eval_" not in k} for row in table] == rows(tmp_path / "plain")
+    assert [row for row in table if "eval_return" not in row] == rows(tmp_path / "plain")
+    every_2 = f"evaluation.every={2 * ITERATION}"
+    again = execute(load([f"resume={tmp_path / 'plain'}", f"total_env_steps={8 * ITERATION}", every_2])).dir
+    assert [row["iteration"] for row in rows(again) if "eval_return" in row] == [
+        7,
+        8,
+    ]  # one was due, and is made up for
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [(), ("population=2",), ("loop=sebulba",)], ids=["anakin", "members", "sebulba"])
+def test_compiled_evaluations_in_training_are_compiled_once(settings: tuple[str, ...], tmp_path: Path):
+    own = (*CARTPOLE, *settings, "compile=true", f"total_env_steps={6 * ITERATION}", f"evaluation.every={ITERATION}")
+    execute(load([*own, "loop.iterations_per_call=2", "checkpoint.interval_s=0", f"run_dir={tmp_path / 'run'}"]))
+    table = [row for row in rows(tmp_path / "run") if "eval_return" in row]
+    assert [row["iteration"] for row in table] == [2, 4, 6]
+    for row in table[1:]:
+        told = row["eval_return"] if isinstance(row["eval_return"], list) else [row["eval_return"]]
+        assert told == pytest.approx(judged(tmp_path / "run", row["iteration"]))
 
 
 def test_an_evaluation_in_training_has_the_returns_of_groups_and_what_the_environment_says(tmp_path: Path):
     game = ("algo=ippo", "env=tag_gridworld", "env.max_episode_steps=9", "env.grid_length=2")
     execute(load([*SMALL, *game, f"total_env_steps={ITERATION}", "evaluation.every=1", f"run_dir={tmp_path / 'run'}"]))
-    (row,) = rows(tmp_path / "run")
+    _, row = rows(tmp_path / "run")
     score = json.loads((tmp_path / "run/summary.json").read_text())["eval_return"]
     assert row["eval_return"] == score["mean"] and 1 <= row["eval_length"] <= 9
     for name in ("tagger", "runner"):

@@ -280,13 +280,13 @@ def train(
       NonFiniteError: if no member of the population can learn any more; `state` is then that of the last report.
     """
     until = anakin.num_iterations if until is None else until
-    iteration, began = int(state.iteration.flatten()[0]), time.perf_counter()
-    on_gpu, filled, names = anakin.device.type == "cuda", [], names_of(state.carry.timestep, anakin.agent.teams)
+    iteration, began, filled = int(state.iteration.flatten()[0]), time.perf_counter(), []
+    names = names_of(state.carry.timestep, anakin.agent.teams)
     if anakin.replay:
         anakin.replay.check(iterations_per_call)
-    if not on_gpu:
+    if not (captures := anakin.compiler.captures(anakin.device)):
         anakin.compiler.ahead(anakin.iterate, state)
-    replay = Replay(anakin.iterate, state, capture=on_gpu, capturable=lambda: anakin.compiler.capturable)
+    replay = Replay(anakin.iterate, state, capture=captures, capturable=lambda: not anakin.compiler.fell_back)
     compile_s = time.perf_counter() - began
     while iteration < until:
         began, before = time.perf_counter(), pytree.tree_map(torch.clone, replay.state)

@@ -78,16 +78,12 @@ class Compiler:
 
     @property
     def fell_back(self) -> bool:
-        """Whether a function runs uncompiled after all."""
+        """Whether a function runs uncompiled after all. It may ask the device for numbers, which a graph cannot."""
         return any(fn.fell_back for fn in self._made)
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a graph can hold what has run so far.
-
-        What is not compiled may copy from the host's memory, ask the device for numbers or print them.
-        """
-        return self.enabled and not self.fell_back
+    def captures(self, device: torch.device) -> bool:
+        """Whether programs there are to become graphs: what is not compiled may copy from the host, ask, or print."""
+        return self.enabled and device.type == "cuda"
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function that does nothing but call compiled ones, without Python between them (recorded.py)."""

@@ -102,7 +102,7 @@ class AlgoConfig:
     unroll_length: int
     """Steps of every environment in an iteration, before the learner's updates."""
     agent: dict[str, Any]
-    """Settings of the agent itself: the fields of its dataclass; of an agent of yours, those that were given."""
+    """Settings of the agent itself, fields of its dataclass; of an agent of yours by a plus: +algo.agent.NAME=VALUE."""
     learner: LearnerConfig
     replay: ReplayConfig | None = None
     """Of agents that learn from replay."""
@@ -164,7 +164,7 @@ class TrainConfig:
 
     algo: AlgoConfig
     env: dict[str, Any]
-    """`name`, of `torchpod list envs` or path/to/my_env.py:MyEnv, and the arguments of its constructor."""
+    """Of `torchpod list envs` or path/to/my_env.py:MyEnv, and arguments; of an environment of yours with a plus."""
     loop: LoopConfig
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -195,12 +195,12 @@ class TrainConfig:
 
     @property
     def evaluation_seed(self) -> int:
-        """Of the episodes of the final evaluation."""
+        """Of the episodes of evaluations."""
         return self.seed if self.evaluation.seed is None else self.evaluation.seed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, as in config.yaml."""
-        values = {k: v for k, v in _plain(dataclasses.asdict(self)).items() if k != "given"}
+        values = {k: v for k, v in plain(dataclasses.asdict(self)).items() if k != "given"}
         if self.algo.replay is None:
             del values["algo"]["replay"], values["algo"]["env_steps_per_update"]
         if self.loop.name == "anakin":
@@ -405,7 +405,7 @@ def _register() -> None:
         }
         if agent is None or getattr(makers.get(name), "replayed", 0):
             node |= {"replay": dataclasses.asdict(ReplayConfig()), "env_steps_per_update": None}
-        store.store(group="algo", name=choice, node=_plain(node))
+        store.store(group="algo", name=choice, node=plain(node))
     store.store(group="env", name="custom", node={"name": "custom"})
 
 
@@ -558,11 +558,11 @@ def _expected(hint: Any) -> str:
     return names.get(hint, "names and values")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples to lists, all the way down: what YAML and JSON can hold."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _one_line(error: Exception) -> str:

@@ -56,7 +56,8 @@ def eval_run(
       episode: a file for all that was in the first episode, .npz: see recording.py.
       member: whose episode, in a population; by default that of the best.
       sample: draw actions as in training, instead of the greedy ones.
-      instead: who plays how instead of what was trained: `random`, an action, or `GROUP=` one of these (scripted.py).
+      instead: who plays how instead of what was trained: `random`, an action, or `NAME=` one of these, of a group or
+        a policy (scripted.py).
       device: on which agent and tensor environments are; those on the host have the CPU.
       env: of a run that was trained with an object, once more; it is closed in the end.
 

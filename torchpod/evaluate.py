@@ -77,28 +77,36 @@ class Evaluator:
         """Plays with these parameters and buffers, which have a leading P axis if there is a population."""
         return pytree.tree_map(lambda *parts: torch.cat(parts, -1), *(self._play(variables, *k) for k in self._rounds))
 
+    def prepare(self, variables: Variables) -> None:
+        """Compiles what a call needs: plays one step."""
+        with torch.no_grad():
+            self._step(variables, *self._begin(*self._rounds[0]))
+
     def _play(self, variables: Variables, env_keys: Tensor, actor_keys: Tensor) -> Evaluation:
         """One episode per key, all at once."""
-        num_episodes, device = len(env_keys), env_keys.device
         with torch.no_grad():
-            carry = start(self._agent, self._env, env_keys)
-            parts = self._env.spec.groups or {}, self._agent.teams, carry.timestep.extras.get("episode", {})
-            score = Evaluation(
-                torch.zeros(num_episodes, device=device),
-                torch.zeros(num_episodes, dtype=torch.int64, device=device),
-                torch.zeros(num_episodes, dtype=torch.bool, device=device),
-                *({name: torch.zeros(num_episodes, device=device) for name in sorted(names)} for names in parts),
-            )
-            state = (carry, env_keys, actor_keys, score)
-            if self._population > 1:
-                state = pytree.tree_map(lambda x: x.expand(self._population, *x.shape).clone(), state)
-            carry, env_keys, actor_keys, score = state
+            carry, env_keys, actor_keys, score = self._begin(env_keys, actor_keys)
             for i in range(1, 2 * self._max_steps + 1):  # between two resets there is a transition
                 carry, score = self._step(variables, carry, env_keys, actor_keys, score)
                 looks = i % 32 == 0 or i == self._max_steps or not self._env.traits.pure
                 if looks and bool((score.finished | (score.lengths >= self._max_steps)).all()):
                     break
         return score
+
+    def _begin(self, env_keys: Tensor, actor_keys: Tensor) -> tuple[Carry, Tensor, Tensor, Evaluation]:
+        num_episodes, device = len(env_keys), env_keys.device
+        carry = start(self._agent, self._env, env_keys)
+        parts = self._env.spec.groups or {}, self._agent.teams, carry.timestep.extras.get("episode", {})
+        score = Evaluation(
+            torch.zeros(num_episodes, device=device),
+            torch.zeros(num_episodes, dtype=torch.int64, device=device),
+            torch.zeros(num_episodes, dtype=torch.bool, device=device),
+            *({name: torch.zeros(num_episodes, device=device) for name in sorted(names)} for names in parts),
+        )
+        state = (carry, env_keys, actor_keys, score)
+        if self._population > 1:
+            state = pytree.tree_map(lambda x: x.expand(self._population, *x.shape).clone(), state)
+        return state
 
     def _advance(
         self, variables: Variables, carry: Carry, env_keys: Tensor, actor_keys: Tensor, score: Evaluation

@@ -19,21 +19,26 @@ import yaml
 
 from torchpod import algos, configs, envs
 from torchpod.agent import Agent
-from torchpod.config import OBJECT, TrainConfig, choices
+from torchpod.config import TrainConfig, choices, plain
 from torchpod.makers import agent_classes, find
 
 _WIDTH = 120
+_NEEDED = "???"
+"""In the place of a default that there is not."""
 
 
 def explained_settings(config: TrainConfig) -> str:
     """The settings as YAML, each with a comment that tells what it is, where something is said of it."""
     agent, agent_config = agent_classes(config.algo.name)
+    env = find(config.env["name"], envs.MAKERS, "env")
     told = _comments(config) | _of_fields(TrainConfig, "") | _of_fields(agent_config, "algo.agent.")
-    told["algo.name"] = _summary(agent)
-    if not config.env["name"].startswith(OBJECT):
-        env = find(config.env["name"], envs.MAKERS, "env")
-        told |= _of_arguments(env) | {"env.name": _summary(env)}
-    return "\n".join(_lines(config.to_dict(), told, ""))
+    told |= _of_arguments(env) | {"algo.name": _summary(agent), "env.name": _summary(env)}
+    settings = config.to_dict()
+    if config.algo.name not in algos.MAKERS:  # whose settings are those that were given
+        settings["algo"]["agent"] = _defaults_of_fields(agent_config) | settings["algo"]["agent"]
+    if config.env["name"] not in envs.MAKERS:
+        settings["env"] = {"name": config.env["name"]} | _defaults_of_arguments(env) | settings["env"]
+    return "\n".join(_lines(settings, told, ""))
 
 
 def explained_choices(group: str) -> str:
@@ -49,9 +54,10 @@ def explained_choices(group: str) -> str:
 
 def _summary(maker: Any) -> str:
     """The first sentence of the file that defines it, or of its own where the file has several agents."""
-    own, file = inspect.getdoc(maker) or "", inspect.getdoc(inspect.getmodule(maker)) or ""
-    is_one_of_several = inspect.isclass(maker) and issubclass(maker, Agent) and not own.startswith("See the module")
-    return _sentence(own if is_one_of_several else file or own)
+    own = inspect.cleandoc(maker.__doc__ or "")  # not that of what it is derived from
+    file = inspect.getdoc(inspect.getmodule(maker)) or ""
+    is_agent = inspect.isclass(maker) and issubclass(maker, Agent)
+    return _sentence(own if is_agent and own and not own.startswith("See the module") else file or own)
 
 
 def _head(group: str, name: str) -> str:
@@ -69,8 +75,7 @@ def _lines(settings: Mapping[str, Any], told: Mapping[str, str], prefix: str) ->
     indent = "  " * prefix.count(".")
     for name, value in settings.items():
         is_group = isinstance(value, Mapping) and value and prefix.count(".") < 2  # deeper ones are values
-        braced = yaml.safe_dump({name: value}, default_flow_style=True, width=math.inf).strip()
-        shown = indent + (f"{name}:" if is_group else braced[1:-1])
+        shown = indent + (f"{name}:" if is_group else _shown(name, value))
         comment = told.get(prefix + name, "")
         if len(line := f"{shown}  # {comment}") <= _WIDTH:
             yield line if comment else shown
@@ -79,6 +84,29 @@ def _lines(settings: Mapping[str, Any], told: Mapping[str, str], prefix: str) ->
             yield shown
         if is_group:
             yield from _lines(value, told, f"{prefix}{name}.")
+
+
+def _shown(name: str, value: Any) -> str:
+    if value == _NEEDED:
+        return f"{name}: {_NEEDED}"
+    try:
+        return yaml.safe_dump({name: value}, default_flow_style=True, width=math.inf).strip()[1:-1]
+    except yaml.YAMLError:  # a default of the user's that no override could give
+        return f"{name}: {value!r}"
+
+
+def _defaults_of_fields(cls: Any) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(cls):
+        made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        found[field.name] = _NEEDED if made is dataclasses.MISSING else made
+    return plain(found)
+
+
+def _defaults_of_arguments(maker: Any) -> dict[str, Any]:
+    parameters = inspect.signature(maker).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return plain({p.name: _NEEDED if p.default is p.empty else p.default for p in named})
 
 
 def _of_fields(cls: type, prefix: str) -> dict[str, str]:
@@ -97,7 +125,7 @@ def _of_fields(cls: type, prefix: str) -> dict[str, str]:
 def _below_fields(cls: type) -> Iterator[tuple[str, str]]:
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, SyntaxError):  # made by a program: nothing is written anywhere
+    except (OSError, TypeError, SyntaxError):  # made by a program: nothing is written anywhere
         return
     assert isinstance(definition, ast.ClassDef)
     for field, below in zip(definition.body, definition.body[1:], strict=False):

@@ -1,8 +1,9 @@
 """One iteration as a replayable program: static buffers, and on CUDA one graph.
 
 `Replay(fn, state)` owns a copy of `state`. A call runs `fn(state) -> (state, metrics)` and copies the result back into
-the same memory. On CUDA the run is captured once and then replayed: nothing returns to Python between the first
-environment step and the last optimizer step. On CPU the very same code runs uncaptured, from the first call on.
+the same memory. On CUDA the run, if all of it is compiled, is captured once and then replayed: nothing returns to
+Python between the first environment step and the last optimizer step. On CPU the very same code runs uncaptured, from
+the first call on.
 From then on cuDNN takes algorithms that add in one order, in the whole process, so that two runs are equal to the bit.
 """
 

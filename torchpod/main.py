@@ -29,7 +29,7 @@ USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train en
                                   --help shows all settings of that run
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode,
                                   --episode FILE.npz records it, --sample draws actions instead of the greedy ones,
-                                  --instead random, or GROUP=ACTION, plays that instead of what was trained
+                                  --instead random, or NAME=ACTION, plays that instead of what was trained
 torchpod export RUN [--out FILE]  write the greedy policy as a program of torch.export, which needs no torchpod
 torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod warmup [KEY=VALUE ...]   compile all that a run with these settings needs, for the runs that follow
@@ -173,8 +173,8 @@ def _eval(rest: list[str]) -> int:
         "--instead",
         action="append",
         default=[],
-        metavar="[GROUP=]random|ACTION",
-        help="who plays how instead of what was trained, e.g. runner=random, 0 or =-0.5,1; once per group",
+        metavar="[NAME=]random|ACTION",
+        help="who plays how instead of what was trained, e.g. runner=random, 0 or =-0.5,1; once per group or policy",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:INDEX; of tensor environments and agent")
     options = parser.parse_args(rest)

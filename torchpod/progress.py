@@ -53,12 +53,14 @@ def advise(
       num_epochs: of the learner.
       num_minibatches: of the learner.
     """
-    crowded = actors > 1 and actors >= cores()  # the learner has none of its own: fewer were faster wherever measured
-    more = "lower loop.num_actor_threads" if crowded else "raise loop.num_actor_threads"
-    environments = getattr(env, "advice", more)
+    environments = getattr(env, "advice", "raise loop.num_actor_threads")
     if (num_threads := getattr(env, "num_threads", None)) is not None:
         free = pools * num_threads < cores()
-        environments = more if crowded else "they have a thread for every core"
+        environments = "they have a thread for every core"
+        if (
+            actors > 1 and actors >= cores()
+        ):  # the learner has none for itself: on CartPole half as fast (docs/loops.md)
+            environments = "lower loop.num_actor_threads"
         if one_stands_still:
             environments = "set loop.pools_per_actor=2"
         if free:
@@ -132,6 +134,9 @@ class ConsoleSink:
             self._progress.start()
 
     def write(self, row: Row) -> None:
+        if (newest := _show_return(row.get("eval_return", math.nan))) != "-":  # a row of its own
+            self._greedy = newest + _show_groups(row, "eval_return/")
+            return
         now = self._clock()
         self._history.append((now, int(number(row["env_steps"])), int(number(row["iteration"]))))
         while len(self._history) > 2 and now - self._history[1][0] >= _RATE_WINDOW_S:
@@ -139,8 +144,6 @@ class ConsoleSink:
         self._unshown = row
         if (newest := _show_return(row.get("episode_return", math.nan))) != "-":
             self._return = newest + _show_groups(row, "episode_return/")
-        if (newest := _show_return(row.get("eval_return", math.nan))) != "-":
-            self._greedy = newest + _show_groups(row, "eval_return/")
         if now - self._shown_at >= (0.1 if self._progress else self._every_s):
             self._show(row, now)
 

@@ -8,9 +8,10 @@ The file is read with NumPy alone, `numpy.load(FILE)`. With T steps, and N agent
 | `observation`, `reward`, `discount` | `[T + 1, ...]`; of groups `reward/GROUP` `[T + 1, N]` and so on |
 | `raw_reward`, `game_over`, and what else is in `TimeStep.extras`, e.g. `alive/GROUP` `[T + 1, N]` | `[T + 1, ...]` |
 | `action`, or `action/GROUP` | `[T, ...]`; the t-th led from the t-th row of all else to the next |
-| `agent/NAME`, or `agent/POLICY/NAME`: what the agent says beside its action, e.g. `action_log_prob` | `[T, ...]` |
+| `agent/NAME`, or `agent/POLICY/NAME`: what the agent says besides, e.g. `action_log_prob` | `[T, ...]` |
 | `state`, or `state/FIELD` | `[T + 1, ...]`, the tensor environment's own state, behind its transforms |
 
+`agent` is missing where somebody else plays (`--instead`).
 Entries of dicts are named likewise, `observation/governor/action_mask`. Row 0 is the start of the episode.
 """
 

@@ -33,7 +33,7 @@ from torchpod.envs.transforms import Transform
 from torchpod.evaluate import Evaluation, Evaluator
 from torchpod.hints import nearest
 from torchpod.makers import make_agent, make_env, require_env
-from torchpod.metrics import Logger, Sink
+from torchpod.metrics import METRICS_FILE, Logger, Sink, read_metrics
 from torchpod.policies import begun
 from torchpod.progress import ConsoleSink, UnreadError, advise
 from torchpod.replay.segments import Segments
@@ -273,7 +273,7 @@ def _go_on(
     with _logger(config, run_dir, resumed_at, loop, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
-        judge = _Judge(config, loop, env, ranks, device)
+        judge = _Judge(config, loop, env, ranks, device, last=_evaluated_last(run_dir))
         state, timing = _train(loop, state, config, keeper, logger, judge, ranks, wall_s, until)
     variables = loop.learner.acting(state.learner, state.iteration)
     if ranks.rank == 0:
@@ -333,7 +333,7 @@ def _train(
     until: int | None,
 ) -> tuple[RunState, Timing]:
     timing = Timing(wall_s, 0.0, 0, 0.0)
-    previous, stopping, iteration = int(state.env_steps.sum()), False, int(state.iteration.flatten()[0])
+    previous, stopping, evaluating = int(state.env_steps.sum()), False, False
 
     def given_up() -> str:
         if keeper.saved_at is None:
@@ -342,7 +342,19 @@ def _train(
         return f"stopped at iteration {keeper.saved_at}, {which}; go on with resume={keeper.run_dir}"
 
     def failed(error: Exception) -> LearnerError:
-        return LearnerError(f"iteration {int(state.iteration.flatten()[0]) + 1} failed: {sentence(error)}")
+        number = int(state.iteration.flatten()[0])
+        what = f"the evaluation after iteration {number}" if evaluating else f"iteration {number + 1}"
+        return LearnerError(f"{what} failed: {sentence(error)}")
+
+    def evaluated() -> None:
+        """Evaluates, and writes a row, if it is time."""
+        nonlocal evaluating
+        iteration = int(state.iteration.flatten()[0])
+        if logger is not None and judge.is_due(iteration):
+            evaluating = True
+            found = judge.row(loop.learner.acting(state.learner, state.iteration), iteration)
+            logger.write({"iteration": iteration, "env_steps": state.env_steps.tolist(), **found})
+            evaluating = False
 
     def learned() -> Iterator[Any]:
         """What the loop yields. An OSError of learning is none of the run's files, for which there may be no room."""
@@ -358,6 +370,9 @@ def _train(
         contextlib.closing(reports(config, loop, state, until=until)) as calls,
     ):
         try:
+            if isinstance(loop, Sebulba):
+                judge.prepare(loop.learner.acting(state.learner, state.iteration))  # no thread acts yet
+            evaluated()  # of a resumed run, that was stopped before it was
             for report, program in learned():
                 stop.pause()
                 state, now = program.state, int(np.sum(report.env_steps))
@@ -369,15 +384,7 @@ def _train(
                 if report.failure is not None:
                     keeper.dump(report.failure)
                 if logger is not None:
-                    row = _row(report, steps, timing)
-                    try:
-                        if judge.is_due(iteration, report.iteration):
-                            stop.watch()
-                            row |= judge.row(loop.learner.acting(state.learner, state.iteration))
-                            stop.pause()
-                    finally:
-                        logger.write(row)
-                iteration = report.iteration
+                    logger.write(_row(report, steps, timing))
                 is_last = report.iteration >= loop.num_iterations
                 stopping, saving = stop.agree(is_last or keeper.due())
                 if stopping or saving:
@@ -385,6 +392,7 @@ def _train(
                 if stopping:
                     break
                 stop.watch()
+                evaluated()
             # Asked again: a signal may have come while the last checkpoint was written.
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
@@ -417,7 +425,7 @@ def _train(
             if timing.steps and isinstance(error, ValueError | ImportError):  # the agent's, not that of a setting
                 failure = failed(error)
             unread = isinstance(error, UnreadError)  # `torchpod train ... | tee FILE`, where tee has ended
-            if unread or (isinstance(loop, Sebulba) and not isinstance(error, OSError)):
+            if unread or evaluating or (isinstance(loop, Sebulba) and not isinstance(error, OSError)):
                 stop.pause()
                 if lost := keeper.rescue(state, timing):
                     failure.add_note(lost)
@@ -429,24 +437,51 @@ def _train(
     return pytree.tree_map(torch.clone, state), timing
 
 
+def _evaluated_last(run_dir: Path) -> int:
+    """The iteration of the last evaluation that metrics.jsonl has."""
+    rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
+    return max((row["iteration"] for row in rows if "eval_return" in row), default=0)
+
+
 class _Judge:
-    """Evaluates what a run has learned: now and then, if it is asked to, and at the end."""
+    """Evaluates what a run has learned: now and then, if it is asked to, and at the end.
+
+    Args:
+      config: of the run.
+      loop: its program.
+      env: to play with.
+      ranks: of the run.
+      device: of this one.
+      last: the iteration after which it was evaluated last.
+    """
 
     def __init__(
-        self, config: TrainConfig, loop: Anakin | Sebulba, env: Env, ranks: Ranks, device: torch.device
+        self, config: TrainConfig, loop: Anakin | Sebulba, env: Env, ranks: Ranks, device: torch.device, *, last: int
     ) -> None:
         self._config, self._agent, self._env = config, loop.agent, env
         self._num_envs = ranks.share(config.num_envs, "num_envs")
         self._device = device if env.traits.pure else torch.device("cpu")
         self._evaluator: Evaluator | None = None
+        self._last = last
 
-    def is_due(self, before: int, now: int) -> bool:
-        """Whether there is one between these two iterations."""
+    def is_due(self, iteration: int) -> bool:
+        """Whether there is to be one after this iteration."""
         every, steps = self._config.evaluation.every, self._config.num_envs * self._config.algo.unroll_length
-        return every is not None and before * steps // every < now * steps // every
+        return every is not None and self._last * steps // every < iteration * steps // every
+
+    def prepare(self, variables: dict[str, Tensor]) -> None:
+        """Compiles, where there is something to compile, before it is to be done."""
+        if self._config.evaluation.every is not None and self._env.traits.pure:
+            self._made("an evaluation in training").prepare(self._moved(variables))
 
     def evaluate(self, variables: dict[str, Tensor], when: str) -> Evaluation:
         """Plays the episodes of the run's seed, always the same."""
+        return self._made(when)(self._moved(variables))
+
+    def _moved(self, variables: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.to(self._device) for name, x in variables.items()}
+
+    def _made(self, when: str) -> Evaluator:
         env = watched(self._env, when, self._config.loop.timeout_s)
         if self._evaluator is None or env is not self._env:  # of a tensor environment it compiles once
             self._evaluator = Evaluator(
@@ -457,13 +492,15 @@ class _Judge:
                 compiler=_compiler(self._config),
                 num_envs=self._num_envs,
             )
-        return self._evaluator({name: x.to(self._device) for name, x in variables.items()})
+        return self._evaluator
 
-    def row(self, variables: dict[str, Tensor]) -> dict[str, Any]:
+    def row(self, variables: dict[str, Tensor], iteration: int) -> dict[str, Any]:
         """What metrics.jsonl has of it: means over episodes, in a population one for each member."""
         found = self.evaluate(variables, "an evaluation in training")
+        self._last = iteration
         parts = {"eval_return": found.returns, "eval_length": found.lengths}
-        parts |= {f"eval_return/{name}": x for name, x in (found.groups | found.teams).items()}
+        parts |= {f"eval_return/{name}": x for name, x in found.groups.items()}
+        parts |= {f"{name}/eval_return": x for name, x in found.teams.items()}
         row = {name: x.double().mean(-1) for name, x in parts.items()}
         ends = found.finished.sum(-1)
         row |= {f"eval_{name}": (x * found.finished).sum(-1) / ends for name, x in found.episode.items()}

@@ -3,8 +3,8 @@
 `random` draws every action that is allowed with equal probability; where a Box has no bounds, from -1 to 1, or 2 from
 the one that it has. An action is numbers with commas between, `3` or `0.5,-1`: one for all, or one for each that an
 agent chooses, in units of the spec (integers from 0; a Box of a host environment whose bounds differ is scaled to -1 to
-1); where the action mask forbids it, the first one that is allowed is taken. A name is a group of agents, or a policy
-of the run that is no group. Who is not named plays as trained. Behind an equals sign a number may be negative:
+1); where the action mask forbids it, the first one that is allowed is taken. A name is a group of agents, or else a
+policy of the run that is no group. Who is not named plays as trained. Behind an equals sign a number may be negative:
 `--instead=-0.5,1`.
 """
 
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.actions import mask_by_choice, mask_of, random_action
@@ -120,9 +121,9 @@ def _places(agent: Agent, sizes: Mapping[str, int], policy: str) -> dict[str | N
     return {group: torch.isin(own, chosen) for group, own in zip(sizes, numbers, strict=True)}
 
 
-def _where(who: Tensor, said: Tensor, own: Tensor) -> Tensor:
+def _where(who: Tensor, said: Tree, own: Tree) -> Tree:
     """`said` `[B, N, ...]` for these agents, `[N]`, `own` for the others."""
-    return torch.where(who.to(own.device).reshape(-1, *[1] * (own.ndim - 2)), said, own)
+    return pytree.tree_map(lambda a, b: torch.where(who.to(b.device).reshape(-1, *[1] * (b.ndim - 2)), a, b), said, own)
 
 
 def _action(said: str, spec: SpecTree, text: str) -> Tensor:

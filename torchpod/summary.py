@@ -141,4 +141,5 @@ def write_members(
         with Logger(folder, resume_at=0) as logger:
             for row in rows:
                 own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}
-                logger.write(own | {"env_steps_per_s": row["env_steps_per_s"] / config.population})
+                rates = {name: own[name] / config.population for name in ("env_steps_per_s",) if name in own}
+                logger.write(own | rates)

@@ -212,7 +212,7 @@ class Sebulba:
 
     def capturable(self) -> bool:
         """Whether a graph can hold what has run so far."""
-        return self.compiler.capturable
+        return not self.compiler.fell_back
 
     def init(self, seed: int, iteration: int = 0) -> RunState:
         """The state before the first iteration, or to resume from a checkpoint of another. Starts the environments."""
@@ -271,7 +271,7 @@ class Sebulba:
                 if self.static:
                     with torch.no_grad(), on(device):
                         own = pytree.tree_map(lambda x, device=device: x.to(device), variables)
-                        capture, args = device.type == "cuda", (own, *share)
+                        capture, args = self.compiler.captures(device), (own, *share)
                         advance = Static(
                             advance, args, capture=capture, capturable=self.capturable, priority=FIRST_PRIORITY
                         )

@@ -43,7 +43,7 @@ class Program:
         if sebulba.replay:
             sebulba.replay.buffer.rehearses = True
         if sebulba.static:
-            capture = sebulba.device.type == "cuda"
+            capture = sebulba.compiler.captures(sebulba.device)
             args = self._state, example
             self._update = Static(sebulba.update, args, capture=capture, capturable=sebulba.capturable)
         else:
