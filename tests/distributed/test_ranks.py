@@ -178,6 +178,19 @@ def test_actor_threads_of_several_ranks_learn_the_same_as_those_of_one(num_hosts
 
 
 @pytest.mark.slow
+def test_the_first_rank_evaluates_while_the_others_wait(tmp_path: Path):
+    own = (f"total_env_steps={6 * ITERATION}", f"evaluation.every={2 * ITERATION}")
+    result = train(tmp_path, *own, "run_dir=run")
+    assert result.returncode == 0, result.stderr
+    execute(load([*SMALL, *own, f"run_dir={tmp_path / 'one'}"]))
+    found = [
+        {row["iteration"]: row["eval_return"] for row in metrics.read_metrics(tmp_path / name) if "eval_return" in row}
+        for name in ("run", "one")
+    ]
+    assert [*found[0]] == [2, 4, 6] and found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_not_called_one_that_failed(tmp_path: Path):
     program = tmp_path / "late.py"
     program.write_text(
