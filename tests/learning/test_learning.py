@@ -3,6 +3,7 @@
 The settings are those of configs/experiment/, so that what is tested is what users run.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.point_mass import PointMass
+from torchpod.eval_run import eval_run
 from torchpod.evaluate import Evaluation, evaluate
 from torchpod.makers import make_agent, make_env
 from torchpod.run import execute
@@ -255,6 +257,22 @@ def test_impala_solves_envpools_cartpole_with_every_seed(tmp_path):
     for seed in range(3):
         override = "experiment=impala_cartpole_sebulba"
         assert sebulba_return(override, f"seed={seed}", folder=tmp_path / str(seed)) >= 475
+
+
+@pytest.mark.slow
+def test_both_players_of_a_game_of_turns_learn_to_beat_chance(tmp_path):
+    """Against each other, from which their returns could not tell."""
+    pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
+    settings = ("experiment=ippo_tic_tac_toe", "total_env_steps=500_000", "logger.console=false")
+    run = execute(load([*settings, f"run_dir={tmp_path / 'run'}"]))
+
+    def returns(instead: str) -> dict[str, float]:
+        found = json.loads(eval_run(run.dir, episodes=300, instead=[instead]))["policies"]
+        print(instead, found)
+        return {name: own["mean"] for name, own in found.items()}
+
+    assert returns("b=random")["a"] >= 0.7 and returns("a=random")["b"] >= 0.7
+    assert abs(returns("random")["a"]) <= 0.3
 
 
 @pytest.mark.slow
