@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torchpod.config import choices, load
+from torchpod.config import ConfigError, choices, load
 from torchpod.explain import explained_choices, explained_settings
 
 AGENT = '''
@@ -18,6 +18,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 class MyConfig(PPOConfig):
     patience: int
     mood: object = object()
+    name: str = "é\\n# b"
     courage: float = 0.5
     """How much is
     dared."""
@@ -87,11 +88,31 @@ def test_agents_and_environments_of_the_users_are_explained_by_their_own_words(t
     lines = explained_settings(load([agent, env, "+algo.agent.haste=4", "+env.wind=1.0"])).splitlines()
     assert "    courage: 0.5  # How much is dared." in lines
     assert "    hidden: [64, 64]  # Units of each hidden layer, of policy and value." in lines
-    assert "    haste: 4" in lines and "    patience: ???" in lines and "    mood: <object object" in "\n".join(lines)
-    assert "  grip: ???  # how firmly, in N, at both ends." in lines
+    assert (
+        "    haste: 4" in lines
+        and "    patience: ???  # To be given." in lines
+        and "    mood: <object object" in "\n".join(lines)
+    )
+    assert "  grip: ???  # To be given. how firmly, in N, at both ends." in lines
+    assert '    name: "é\\n# b"' in "\n".join(lines) or '    name: "\\u00e9\\n# b"' in lines
+    assert not any(line.startswith("  replay:") for line in lines)
     assert "  hold: 2.0  # how firmly, in N, at both ends." in lines
     assert "  wind: 1.0  # of the day." in lines
     assert {"  # Dares a lot.", "  # A pole that somebody holds."} <= {line[line.find("  #") :] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["algo=ppo", "algo.agent.clip=wide"], "algo.agent.clip='wide': expected a number."),
+        (["+algo.agent.patience=1", "+algo.agent.hast=4"], "algo.agent.hast is no setting; did you mean haste?"),
+    ],
+)
+def test_settings_that_training_would_refuse_are_refused(given: list[str], message: str, tmp_path: Path):
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    own = [] if given[0] == "algo=ppo" else [f"algo={tmp_path}/my_agent.py:MyAgent"]
+    with pytest.raises(ConfigError, match=message):
+        explained_settings(load([*own, *given]))
 
 
 def test_what_says_nothing_of_itself_is_not_told_as_what_it_is_derived_from(tmp_path: Path):

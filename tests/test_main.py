@@ -73,6 +73,16 @@ def test_train_with_help_shows_all_settings_and_trains_nothing(given: list[str],
     assert not (tmp_path / "runs").exists()
 
 
+def test_train_with_help_shows_the_settings_of_a_run_that_goes_on(call: Call):
+    assert call("train", *SMALL, "evaluation.every=1e3", "run_dir=run")[0] == 0
+    assert "evaluation.every=1000 is more than the run has steps" in call("train", *SMALL, "evaluation.every=1e3")[1]
+    status, out, _ = call("train", "resume=run", "total_env_steps=1e5", "--help")
+    shown = yaml.safe_load(out.partition("\n\n")[2])
+    assert status == 0 and (shown["num_envs"], shown["total_env_steps"]) == (4, 100_000)
+    assert shown["evaluation"] == {"episodes": 2, "seed": None, "every": 1000}
+    assert "resume=nope: there is no such folder" in error_of(call("train", "--help", "resume=nope"))
+
+
 def test_train_with_help_refuses_what_train_refuses(call: Call):
     assert "learning_rat " in error_of(call("train", "--help", "algo.learner.learning_rat=1"))
 

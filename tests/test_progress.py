@@ -88,10 +88,14 @@ def test_the_return_is_that_of_the_newest_episodes():
 
 def test_the_return_of_the_newest_evaluation_stays_on_the_line():
     sink, out, clock = console(1000)
-    for own in ({"episode_return": 7.5}, {"eval_return": 9.5, "eval_return/red": 4.0}, {"episode_return": 7.5}):
+    for own in (
+        {"episode_return": 7.5},
+        {"eval_return": 9.5, "eval_return/red": 4.0, "a/eval_return": 1.0},
+        {"episode_return": 7.5},
+    ):
         sink.write(row(1, **own))  # an evaluation has a row of its own
         clock.now += 10
-    assert [x.count("return 7.5  greedy 9.5 (red 4)  ") for x in out.getvalue().splitlines()] == [0, 1]
+    assert [x.count("return 7.5  greedy 9.5 (red 4, a 1)  ") for x in out.getvalue().splitlines()] == [0, 1]
     assert "greedy" not in out.getvalue().splitlines()[0]
 
 

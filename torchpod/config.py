@@ -359,7 +359,8 @@ def check_ranges(values: Mapping[str, Any], prefix: str) -> None:
     for name, value in values.items():
         kind = name.rpartition(".")[2]
         low, high = _RANGES.get(kind, (-float("inf"), float("inf")))
-        numbers = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
+        given = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
+        numbers = [x for x in given if isinstance(x, int | float)]  # others are refused for what they are
         if kind in _RANGES and not all(low <= number <= high for number in numbers):
             shown = list(value) if isinstance(value, tuple) else value
             raise ConfigError(f"{prefix}{name}={shown} must lie from {low:g} to {high:g}.")
@@ -536,6 +537,8 @@ def _cast(hint: Any, value: Any, name: str) -> Any:
         return {str(k): _cast(arguments[1], v, f"{name}.{k}") for k, v in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
+    elif hint is int and isinstance(value, float) and value.is_integer():  # 1e6
+        return int(value)
     elif (hint in (int, bool, str) and type(value) is hint) or (origin is typing.Literal and value in arguments):
         return value
     elif hint is type(None) and value is None:

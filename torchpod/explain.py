@@ -7,6 +7,7 @@ first sentence of a file.
 import ast
 import dataclasses
 import inspect
+import json
 import math
 import re
 import textwrap
@@ -19,7 +20,7 @@ import yaml
 
 from torchpod import algos, configs, envs
 from torchpod.agent import Agent
-from torchpod.config import TrainConfig, choices, plain
+from torchpod.config import TrainConfig, choices, plain, typed
 from torchpod.makers import agent_classes, find
 
 _WIDTH = 120
@@ -34,8 +35,11 @@ def explained_settings(config: TrainConfig) -> str:
     told = _comments(config) | _of_fields(TrainConfig, "") | _of_fields(agent_config, "algo.agent.")
     told |= _of_arguments(env) | {"algo.name": _summary(agent), "env.name": _summary(env)}
     settings = config.to_dict()
+    typed(agent_config, config.algo.agent, "algo.agent.")  # refuses what training would
     if config.algo.name not in algos.MAKERS:  # whose settings are those that were given
         settings["algo"]["agent"] = _defaults_of_fields(agent_config) | settings["algo"]["agent"]
+        if not getattr(agent, "replayed", 0):
+            del settings["algo"]["replay"], settings["algo"]["env_steps_per_update"]
     if config.env["name"] not in envs.MAKERS:
         settings["env"] = {"name": config.env["name"]} | _defaults_of_arguments(env) | settings["env"]
     return "\n".join(_lines(settings, told, ""))
@@ -77,6 +81,7 @@ def _lines(settings: Mapping[str, Any], told: Mapping[str, str], prefix: str) ->
         is_group = isinstance(value, Mapping) and value and prefix.count(".") < 2  # deeper ones are values
         shown = indent + (f"{name}:" if is_group else _shown(name, value))
         comment = told.get(prefix + name, "")
+        comment = f"To be given. {comment}".rstrip() if str(value) == _NEEDED else comment
         if len(line := f"{shown}  # {comment}") <= _WIDTH:
             yield line if comment else shown
         else:
@@ -89,8 +94,10 @@ def _lines(settings: Mapping[str, Any], told: Mapping[str, str], prefix: str) ->
 def _shown(name: str, value: Any) -> str:
     if value == _NEEDED:
         return f"{name}: {_NEEDED}"
+    if isinstance(value, str) and "\n" in value:
+        return f"{name}: {json.dumps(value)}"
     try:
-        return yaml.safe_dump({name: value}, default_flow_style=True, width=math.inf).strip()[1:-1]
+        return yaml.safe_dump({name: value}, default_flow_style=True, width=math.inf, allow_unicode=True).strip()[1:-1]
     except yaml.YAMLError:  # a default of the user's that no override could give
         return f"{name}: {value!r}"
 

@@ -21,6 +21,7 @@ from torchpod.config import GROUPS, ConfigError, listed, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
 from torchpod.run import LearnerError, NonFiniteErrorInRun, Run, execute
+from torchpod.run_folder import resume_source, resumed_config
 from torchpod.sebulba import ActorError
 from torchpod.stop import Interrupted
 from torchpod.watched import HostError
@@ -122,7 +123,9 @@ def _train(overrides: list[str]) -> int:
     if len(settings) < len(overrides):
         from torchpod.explain import explained_settings
 
-        shown = explained_settings(load(settings))
+        config = load(settings)
+        source = resume_source(config)
+        shown = explained_settings(config if source is None else resumed_config(config, source))
         print("torchpod train [KEY=VALUE ...], where KEY is any of these, with dots: algo.learner.learning_rate=1e-3\n")
         print(shown)
         return 0
@@ -135,7 +138,8 @@ def _train(overrides: list[str]) -> int:
         if run.summary["unfinished_episodes"]:
             cut = f", {run.summary['unfinished_episodes']} of them cut at {run.summary['unfinished_steps']:,} steps"
         if "groups" in score:
-            cut += ": " + ", ".join(f"{name} {own['mean']:.1f}" for name, own in score["groups"].items())
+            parts = score["groups"] | score.get("policies", {})
+            cut += ": " + ", ".join(f"{name} {own['mean']:.1f}" for name, own in parts.items())
         print(
             f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
             f"[{score['ci95'][0]:.1f}, {score['ci95'][1]:.1f}], {score['episodes']} episodes{cut}) "
@@ -149,6 +153,9 @@ def _train(overrides: list[str]) -> int:
             best = run.summary["best_member"]
             print(f"best member {best}: {run.dir / 'members' / str(best)}")
         least = config.num_envs * config.algo.unroll_length
+        every = config.evaluation.every
+        if every is not None and every > config.num_iterations * least:
+            print(f"evaluation.every={every} is more than the run has steps: there was no evaluation before the last")
         if config.total_env_steps < least and config.resume is None:
             iteration = f"one iteration, num_envs x algo.unroll_length = {least:,} steps and resets"
             print(f"total_env_steps={config.total_env_steps} is less than {iteration}")

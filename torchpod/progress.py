@@ -135,7 +135,7 @@ class ConsoleSink:
 
     def write(self, row: Row) -> None:
         if (newest := _show_return(row.get("eval_return", math.nan))) != "-":  # a row of its own
-            self._greedy = newest + _show_groups(row, "eval_return/")
+            self._greedy = newest + _show_parts(row, "eval_return")
             return
         now = self._clock()
         self._history.append((now, int(number(row["env_steps"])), int(number(row["iteration"]))))
@@ -143,7 +143,7 @@ class ConsoleSink:
             self._history.popleft()
         self._unshown = row
         if (newest := _show_return(row.get("episode_return", math.nan))) != "-":
-            self._return = newest + _show_groups(row, "episode_return/")
+            self._return = newest + _show_parts(row, "episode_return")
         if now - self._shown_at >= (0.1 if self._progress else self._every_s):
             self._show(row, now)
 
@@ -216,9 +216,10 @@ def _show_return(value: float | int | list[float]) -> str:
     return _shownumber(number(value)) + ("" if math.isnan(best) else f" (best {_shownumber(best)})")
 
 
-def _show_groups(row: Row, prefix: str) -> str:
-    """Of agents, whose returns are added up: the sum says nothing where one loses what another wins."""
-    told = [f"{key.removeprefix(prefix)} {_shownumber(number(row[key]))}" for key in row if key.startswith(prefix)]
+def _show_parts(row: Row, name: str) -> str:
+    """Of groups, and of policies that are none: the sum of all says nothing where one loses what another wins."""
+    parts = {key: key.removeprefix(f"{name}/").removesuffix(f"/{name}") for key in row}
+    told = [f"{part} {_shownumber(number(row[key]))}" for key, part in parts.items() if part != key]
     return f" ({', '.join(told)})" if told else ""
 
 

@@ -32,6 +32,8 @@ _RESERVED = {
     "zero_discount_on_life_loss": "where the discount is 0 an episode ends; use episodic_life=True",
 }
 """Options of EnvPool that a user may not give, and why."""
+_CRASHING = ("Cig-v1", "MultiDuel-v1")
+"""Games of several players of ViZDoom's, with which EnvPool (1.2.5) ends the process as they are made."""
 PLAYER = "player"
 """The group of those who play in one environment."""
 _RENDERING = {"from_pixels", "render_mode", "render_env_id", "render_width", "render_height", "render_camera_id"}
@@ -73,6 +75,8 @@ class EnvPool:
         names = _envpool().list_all_envs()
         if task not in names:
             raise ValueError(f"EnvPool has no environment {task!r}; the nearest names are {_nearest(task, names)}.")
+        if task in _CRASHING:
+            raise ValueError(f"EnvPool ends the process where it makes {task}; choose another environment.")
         for option in _RESERVED.keys() & options.keys():
             raise ValueError(f"EnvPool({task!r}) takes no {option}: {_RESERVED[option]}.")
         # With 0 of the first EnvPool takes the process down, and with 0 of the second every episode has one step.

@@ -572,6 +572,7 @@ def test_a_missing_envpool_is_said(monkeypatch):
     [
         ("ALE/Pong-v5", {}, "EnvPool has no environment 'ALE/Pong-v5'; the nearest names are Pong-v5, "),
         ("Pong-v5", {"episodic_lives": True}, "EnvPool('Pong-v5') has no option 'episodic_lives'; the nearest options"),
+        ("Cig-v1", {}, "EnvPool ends the process where it makes Cig-v1; choose another environment."),
         ("Pong-v5", {"num_envs": 8}, "EnvPool('Pong-v5') takes no num_envs: init makes one environment per key."),
         ("Pong-v5", {"seed": 8}, "EnvPool('Pong-v5') takes no seed: the keys of init are the seeds."),
         ("Pong-v5", {"num_threads": 0}, "num_threads=0 is wrong; use an integer of at least 1."),
