@@ -83,12 +83,12 @@ class ClosingOfTwo(Closing):
         spec = self.spec
         self.spec = EnvSpec("closing", {"pair": spec.observation}, {"pair": Discrete(2)}, limit, groups={"pair": 2})
 
-    def transition(self, state: Tensor, action: Tree, keys: Tensor) -> tuple[Tensor, Tree, Tensor]:  # type: ignore[override]
+    def transition(self, state: Tensor, action: Tree, keys: Tensor) -> tuple[Tensor, Tree, Tensor]:
         """Both walk by the action of the first."""
         state, reward, over = super().transition(state, action["pair"][:, 0], keys)
         return state, {"pair": reward[:, None].expand(-1, 2)}, over
 
-    def observe(self, state: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def observe(self, state: Tensor) -> dict[str, Tensor]:
         """Position and time of both, and what each may do."""
         own = super().observe(state)
         open_, closing = torch.ones_like(own["action_mask"]), own["action_mask"]

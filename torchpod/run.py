@@ -20,20 +20,20 @@ import yaml
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod import algos, checkpoint, envs, random, sebulba
+from torchpod import algos, checkpoint, envs, sebulba
 from torchpod.actions import closed_masks
 from torchpod.agent import Agent, Bound, bind
-from torchpod.anakin import EVAL_STREAM, Anakin, NonFiniteError, Report, RunState, train
+from torchpod.anakin import Anakin, NonFiniteError, Report, RunState, train
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
 from torchpod.config import OBJECT, ConfigError, TrainConfig
 from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.envs.transforms import Transform
-from torchpod.evaluate import Evaluation, Evaluator
 from torchpod.hints import nearest
+from torchpod.judge import Judge
 from torchpod.makers import make_agent, make_env, require_env
-from torchpod.metrics import METRICS_FILE, Logger, Sink, read_metrics
+from torchpod.metrics import Logger, Sink
 from torchpod.policies import begun
 from torchpod.progress import ConsoleSink, UnreadError, advise
 from torchpod.replay.segments import Segments
@@ -273,7 +273,15 @@ def _go_on(
     with _logger(config, run_dir, resumed_at, loop, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
-        judge = _Judge(config, loop, env, ranks, device, last=_evaluated_last(run_dir))
+        judge = Judge(
+            config,
+            run_dir,
+            loop.agent,
+            env,
+            num_envs=ranks.share(config.num_envs, "num_envs"),
+            device=device,
+            compiler=_compiler(config),
+        )
         state, timing = _train(loop, state, config, keeper, logger, judge, ranks, wall_s, until)
     variables = loop.learner.acting(state.learner, state.iteration)
     if ranks.rank == 0:
@@ -327,7 +335,7 @@ def _train(
     config: TrainConfig,
     keeper: "_Keeper",
     logger: Logger | None,
-    judge: "_Judge",
+    judge: Judge,
     ranks: Ranks,
     wall_s: float,
     until: int | None,
@@ -435,76 +443,6 @@ def _train(
                 raise
             raise failure from error
     return pytree.tree_map(torch.clone, state), timing
-
-
-def _evaluated_last(run_dir: Path) -> int:
-    """The iteration of the last evaluation that metrics.jsonl has."""
-    rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
-    return max((row["iteration"] for row in rows if "eval_return" in row), default=0)
-
-
-class _Judge:
-    """Evaluates what a run has learned: now and then, if it is asked to, and at the end.
-
-    Args:
-      config: of the run.
-      loop: its program.
-      env: to play with.
-      ranks: of the run.
-      device: of this one.
-      last: the iteration after which it was evaluated last.
-    """
-
-    def __init__(
-        self, config: TrainConfig, loop: Anakin | Sebulba, env: Env, ranks: Ranks, device: torch.device, *, last: int
-    ) -> None:
-        self._config, self._agent, self._env = config, loop.agent, env
-        self._num_envs = ranks.share(config.num_envs, "num_envs")
-        self._device = device if env.traits.pure else torch.device("cpu")
-        self._evaluator: Evaluator | None = None
-        self._last = last
-
-    def is_due(self, iteration: int) -> bool:
-        """Whether there is to be one after this iteration."""
-        every, steps = self._config.evaluation.every, self._config.num_envs * self._config.algo.unroll_length
-        return every is not None and self._last * steps // every < iteration * steps // every
-
-    def prepare(self, variables: dict[str, Tensor]) -> None:
-        """Compiles, where there is something to compile, before it is to be done."""
-        if self._config.evaluation.every is not None and self._env.traits.pure:
-            self._made("an evaluation in training").prepare(self._moved(variables))
-
-    def evaluate(self, variables: dict[str, Tensor], when: str) -> Evaluation:
-        """Plays the episodes of the run's seed, always the same."""
-        return self._made(when)(self._moved(variables))
-
-    def _moved(self, variables: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x.to(self._device) for name, x in variables.items()}
-
-    def _made(self, when: str) -> Evaluator:
-        env = watched(self._env, when, self._config.loop.timeout_s)
-        if self._evaluator is None or env is not self._env:  # of a tensor environment it compiles once
-            self._evaluator = Evaluator(
-                self._agent,
-                env,
-                random.fold_in(random.key(self._config.evaluation_seed, self._device), EVAL_STREAM),
-                num_episodes=self._config.evaluation.episodes,
-                compiler=_compiler(self._config),
-                num_envs=self._num_envs,
-            )
-        return self._evaluator
-
-    def row(self, variables: dict[str, Tensor], iteration: int) -> dict[str, Any]:
-        """What metrics.jsonl has of it: means over episodes, in a population one for each member."""
-        found = self.evaluate(variables, "an evaluation in training")
-        self._last = iteration
-        parts = {"eval_return": found.returns, "eval_length": found.lengths}
-        parts |= {f"eval_return/{name}": x for name, x in found.groups.items()}
-        parts |= {f"{name}/eval_return": x for name, x in found.teams.items()}
-        row = {name: x.double().mean(-1) for name, x in parts.items()}
-        ends = found.finished.sum(-1)
-        row |= {f"eval_{name}": (x * found.finished).sum(-1) / ends for name, x in found.episode.items()}
-        return {name: x.tolist() for name, x in row.items()}
 
 
 def _not_finite(tree: Tree) -> list[str]:
