@@ -68,8 +68,8 @@ LEARN_ITERATIONS = {
 # What JAX is known to reach on an AMD EPYC with AVX-512 (family 25, model 17), and the product of a core of it. With
 # 1024 and 4096 environments of CartPole jax_ppo.py reaches that pinned to one core. With 64, and on Breakout, XLA
 # reaches the figures without `taskset` alone, where it uses 1.6 to 1.9 cores in spite of its flags for one thread;
-# pinned to one it does 0.6 to 0.8 of them, and fails the suite. That of 4 environments it reaches nowhere: 170,000 on
-# one core, 130,000 on two, and no more with its scans unrolled by 4 or 16.
+# pinned to one it does 0.6 to 0.8 of them, and fails the suite. That of 4 environments it does not reach: 170,000 on
+# one core, 130,000 on two, and no more with its scans unrolled by 4 or 16 (266,000 on an EPYC 26-2, 1.3 times as fast).
 FIGURES = Figures(
     "2048x64x64",
     95.1,

@@ -26,6 +26,8 @@ OTHER_SPEED = 0.1
 # A run on an H100, whose environments alone were timed with sums that cost more than many an environment; f4da247 left
 # them out.
 WITH_SUMS = "220552d+changes"
+TOO_EARLY = "returns say nothing in so few steps"
+"""A note of rows (anakin.py, gpu.py)."""
 # What is read of every result file, of its `hardware` and of each of its rows.
 KEYS = ("suite", "date", "hardware", "commit", "calibration_gflops", "load_average", "failures", "rows")
 HARDWARE_KEYS = ("name", "cpu", "cores", "gpu")
@@ -41,12 +43,13 @@ over the rounds. What changed is the ratio by more than 10 %, or, measured witho
 A target that is met beside a peer below its figure proves less: that peer was slower than it is known to be on a
 machine of this speed, which is a failure of its own, below the table. "x the ... stated" is our rate over what JAX did
 when the target was set, on a core (or two) of an AMD EPYC 25-17, whatever this machine's speed. (That speed is a matrix
-product's, with which JAX's rate does not grow: on an Intel Xeon the product is 1.5 times as fast, and JAX is not, so
-that its rows are below their figures there.) In `compile_cold_...` every program is compiled, but our own libraries and
-the precompiled header, which are made once per machine, are there; `compile_first_...` begins without these.
-`train_warm_...` is the whole of `torchpod train` from a full cache, Python's and torch's imports included.
-"matrix products need 58% of the time" is what the networks' multiplications would take at the rate of NumPy's product
-(calibrate.py); above 100 % torchpod's networks (cpu_mlp.cpp) multiply faster than that, or leave out zeros.
+product's, with which JAX's rate need not grow: on an Intel Xeon the product is 1.5 times as fast and JAX is not, so
+that its rows are below their figures there; on an EPYC 26-2 the product is 1.3 times as fast and JAX 1.4 to 2.) In
+`compile_cold_...` every program is compiled, but our own libraries and the precompiled header, which are made once per
+machine, are there; `compile_first_...` begins without these. `train_warm_...` is the whole of `torchpod train` from a
+full cache, Python's and torch's imports included. "matrix products need 58% of the time" is what the networks'
+multiplications would take at the rate of NumPy's product (calibrate.py); above 100 % torchpod's networks (cpu_mlp.cpp)
+multiply faster than that, or leave out zeros.
 
 The figures of one core with 64 environments of CartPole (289,000) and with 64 and 1024 of Breakout (100,000 and 84,000)
 JAX does not reach pinned to one core of an EPYC 25-17: it does 0.6 to 0.8 of these, so that the suite fails there and
@@ -55,9 +58,12 @@ and torchpod deals the steps of each environment to the minibatches, cheaper wor
 is that torchpod skips the zeros of Breakout's observations in the first layer (33 of 400 numbers are set), which XLA
 multiplies. A time limit is the end of an episode to JAX, as in purejaxrl, while torchpod goes on with the value of the
 last observation; on Pendulum every episode ends so. Until 2026-11-28 Pendulum had the settings of CartPole, with which
-neither side learned it; its rows on a GPU are of these. On a GPU torchpod's networks use tanh.approx.f32 (relative
-error 2^-11) where products are in TF32; JAX's jnp.tanh is float32's. tests/bench/test_jax_ppo.py holds equal:
-parameters, gradients and settings, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
+neither side learned it; its rows on a GPU are of these. The H200's rows of "f6c509a+changes" are of the tree that is
+ec8a455 but for its pages: the machine was handed a working tree, and the last commit it knew was an older one. What
+both sides of a row on a GPU had learned is compared with CartPole alone, 1024 and 4096 environments; for the others the
+time is too short, and their returns stand in the note. On a GPU torchpod's networks use tanh.approx.f32 (relative error
+2^-11) where products are in TF32; JAX's jnp.tanh is float32's. tests/bench/test_jax_ppo.py holds equal: parameters,
+gradients and settings, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
 
 Medians hide that rows on two cores fall apart where something else uses one of them, for OpenMP's threads wait for each
 other spinning: one call of CartPole with 1024 did 14,125 steps/s on 2026-11-28, where JAX slowed down 1.5 x, and the
@@ -193,8 +199,8 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         names = {row["name"] for row in merged["rows"]}
         merged["rows"] = [new.get(row["name"], row) for row in merged["rows"]]
         merged["rows"] += [row for name, row in new.items() if name not in names]
-        cases = tuple(case + ":" for name in new for case in (name, name.partition("/")[0], *_before(name)))
-        merged["failures"] = [x for x in merged["failures"] if not x.startswith(cases)] + _failures(part)
+        cases = {case for name in new for case in (name, name.partition("/")[0], *_before(name), *_works(name))}
+        merged["failures"] = [x for x in merged["failures"] if x.partition(":")[0] not in cases] + _failures(part)
     return {**merged, "parts": [part for part in runs if any(part is x for x in measured_in.values())]}
 
 
@@ -211,6 +217,12 @@ def _before(name: str) -> list[str]:
     work, _, size = name.partition("/")
     env = work.removeprefix("ppo_")
     return [f"update/{size} of {env}", *([f"update/{size}"] if env == "cartpole" else [])]
+
+
+def _works(name: str) -> list[str]:
+    """What the best of several layouts is a failure of: `ppo_ant`, of `ppo_ant_2_actors_vs_sync/8`."""
+    words = name.partition("/")[0].split("_")
+    return ["_".join(words[:i]) for i in range(2, len(words))]
 
 
 def _section(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -318,7 +330,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
     elif row["ratio"] is not None:
         peer = "-"
-    notes = [row["note"].replace("|", "\\|"), _unlearned(row)]
+    notes = [row["note"].replace("|", "\\|"), _unlearned(row) or _returns(row)]
     if row["name"].startswith("outside_env_") and row.get("commit") == WITH_SUMS:
         notes.append("too low: the environments were timed with sums, since f4da247 without")
     note = "; ".join(filter(None, notes))
@@ -332,6 +344,14 @@ def _unlearned(row: Mapping[str, Any]) -> str:
     returns = {side: [x["episode_return"] for x in rounds] for side, rounds in row.get("rounds", {}).items()}
     sides = [side for side, xs in returns.items() if None in xs or statistics.mean(xs) < LEARNED["pendulum"]]
     return "neither side learned" if len(sides) == 2 else "".join(f"{side} did not learn" for side in sides)
+
+
+def _returns(row: Mapping[str, Any]) -> str:
+    """Of both sides in the last round, where it is too early to hold them against each other; "" if there are none."""
+    ends = [(side, rounds[-1].get("episode_return")) for side, rounds in row.get("rounds", {}).items()]
+    if TOO_EARLY not in row["note"] or len(ends) != 2 or any(x is None for _, x in ends):
+        return ""
+    return "by then " + " and ".join(f"{side} {x:.3g}" for side, x in ends)
 
 
 def _number(value: float | None, unit: str) -> str:

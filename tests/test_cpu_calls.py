@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import signal
+import time
 
 import pytest
 import torch
@@ -230,3 +232,36 @@ def test_an_error_in_the_middle_ends_the_unroll_with_an_error(runs):
     assert runs == [9] and type(inside.value) is type(outside.value) and str(inside.value) == str(outside.value)
     last, _ = unroll(compiled, {}, carry, *keys, length=2)  # and it goes on
     assert torch.equal(last.timestep.reward, zeros + 2)
+
+
+def test_a_signal_is_heard_between_two_calls(runs):
+    def step(variables, carry, env_keys, actor_keys):
+        reward = carry.timestep.reward
+        for _ in range(100):  # so that it takes time, and no room in the stack of all steps
+            reward = reward.sin()
+        return carry._replace(timestep=carry.timestep._replace(reward=reward)), ()
+
+    def heard(number, frame):
+        raise TimeoutError("enough")
+
+    zeros = torch.zeros(512)
+    timestep = TimeStep(zeros.int(), zeros + 1, zeros + 1, zeros + 2, {})
+    carry, keys = Carry((), timestep, (), torch.tensor(0)), torch.zeros(2, 512, 3)
+    compiled = Compiler(True)(step)
+    unroll(compiled, {}, carry, *keys, length=2)
+    ends, seconds, before = [], [], signal.signal(signal.SIGALRM, heard)
+    try:
+        for _ in range(2):  # in the first the list of calls is put together
+            began = time.perf_counter()
+            ends.append(unroll(compiled, {}, carry, *keys, length=20_000)[0].timestep.reward)
+            seconds.append(time.perf_counter() - began)
+        signal.setitimer(signal.ITIMER_REAL, seconds[1] / 5)
+        began = time.perf_counter()
+        with pytest.raises(TimeoutError, match="enough"):
+            unroll(compiled, {}, carry, *keys, length=20_000)
+        assert time.perf_counter() - began < 0.7 * seconds[1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    ends.append(unroll(compiled, {}, carry, *keys, length=20_000)[0].timestep.reward)  # and it goes on
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[1], ends[2]) and runs == [20_000] * 4

@@ -170,8 +170,16 @@ def test_an_evaluation_in_training_has_the_returns_of_groups_and_what_the_enviro
 
 
 @pytest.mark.slow
-def test_a_compiled_run_that_is_killed_ends_as_if_nothing_had_happened(zygote: Zygote, tmp_path: Path):
-    command = ("train", *CARTPOLE, "compile=true", f"total_env_steps={200 * ITERATION}", "checkpoint.interval_s=0")
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+def test_a_compiled_run_that_is_killed_ends_as_if_nothing_had_happened(loop: str, zygote: Zygote, tmp_path: Path):
+    command = (
+        "train",
+        *CARTPOLE,
+        f"loop={loop}",
+        "compile=true",
+        f"total_env_steps={200 * ITERATION}",
+        "checkpoint.interval_s=0",
+    )
     status, _, error = zygote.run(*command, "run_dir=whole", cwd=tmp_path)
     assert status == 0, error
     job = zygote.start(*command, "run_dir=killed", cwd=tmp_path)

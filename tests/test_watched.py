@@ -11,7 +11,7 @@ import torch
 
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
-from torchpod.watched import HostError, Watched, close_all, sentence, watching
+from torchpod.watched import HostError, Watched, close_all, sentence, unless, watching
 
 DEAF = """
 import multiprocessing, time
@@ -55,6 +55,18 @@ def test_blocks_that_end_in_time_are_left_alone_and_cost_little():
     with watching("the valley has not answered", float("inf")):
         time.sleep(0.6)
     assert [thread.name for thread in threading.enumerate()].count("torchpod-watchdog") == 1
+
+
+def test_what_fails_elsewhere_ends_a_block_that_goes_on(monkeypatch):
+    monkeypatch.setattr("torchpod.watched.GRACE_S", 1.0)
+    failure, began = [], time.monotonic()
+    threading.Timer(0.5, failure.append, [LookupError("no way on")]).start()
+    with pytest.raises(LookupError, match="no way on"):
+        with unless(lambda: failure[0] if failure else None):
+            time.sleep(60)
+    assert 1.5 < time.monotonic() - began < 5
+    with unless(lambda: failure[0]):  # what ends in time has its result
+        time.sleep(0.5)
 
 
 def test_another_thread_is_not_watched():

@@ -98,6 +98,7 @@ extern "C" PyObject* torchpod_call(int64_t num_tensors, PyObject* given, int64_t
     for (int64_t i = 0; i < num_stacks; i++)
       if (stacks[i].first >= 0) copy(stacks[i], tensors[stacks[i].first], -1);
     for (int64_t n = 0; n < num_calls; n++) {
+      if (PyErr_CheckSignals()) return nullptr;  // an update may go on for minutes, and Python hears nothing meanwhile
       const Call& call = calls[n];
       inputs.clear();
       for (int64_t i = 0; i < call.num_inputs; i++) {

@@ -139,7 +139,7 @@ class Calls:
           stacks: where outputs of every call are to go as well.
 
         Raises:
-          RuntimeError: what a program raised.
+          RuntimeError: what a program raised; in the main thread also what the handler of a signal raises.
         """
         given = _aoti.unsafe_alloc_void_ptrs_from_tensors([*arguments, *self._constants])
         made = _library().torchpod_call(

@@ -165,14 +165,14 @@ def _execute(
         _close(loop)
         return started
     state, resumed_at, wall_s = started
-    run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
-    with locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext():
-        try:
-            segments = _segments(loop, run_dir, source, resumed_at)
-            keeper = _Keeper(config, run_dir, loop.agent, ranks, segments, resumed_at or None)
-            return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
-        finally:
-            close_all([env])
+    with contextlib.ExitStack() as closing:
+        closing.callback(close_all, [env])
+        closing.callback(_close, loop)
+        run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
+        closing.enter_context(locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext())
+        segments = _segments(loop, run_dir, source, resumed_at)
+        keeper = _Keeper(config, run_dir, loop.agent, ranks, segments, resumed_at or None)
+        return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
 
 
 def _begin(

@@ -5,6 +5,7 @@ Actor threads have a watchdog of their own (sebulba/exchange.py); this is for ev
 
 import contextlib
 import copy
+import math
 import multiprocessing
 import os
 import signal
@@ -133,6 +134,8 @@ class _Block(NamedTuple):
     deadline: float
     """By `time.monotonic`."""
     grace_s: float
+    failure: Callable[[], Exception | None] = lambda: None
+    """What has failed elsewhere, since when the block has `GRACE_S` left."""
 
 
 class _Watchdog:
@@ -153,7 +156,7 @@ class _Watchdog:
 
     def _give_up(self, number: int, frame: Any) -> None:
         if self.now is not None and time.monotonic() >= self.now.deadline:
-            raise HostError(self.now.message)
+            raise self.now.failure() or HostError(self.now.message)
 
     def _run(self) -> None:
         told, main, clock = None, threading.main_thread().ident or 0, StoodStill(_LOOK_S)
@@ -164,10 +167,15 @@ class _Watchdog:
                     if self.now is not None:
                         self.now = self.now._replace(deadline=self.now.deadline + away)
             block, now = self.now, time.monotonic()
+            if block is not None and math.isinf(block.deadline) and block.failure() is not None:
+                with self.lock:
+                    if self.now is block:
+                        self.now = block._replace(deadline=now + GRACE_S)
             if block is None or now < block.deadline:
                 continue
             if block is not told:
-                tell_stack(main)
+                if block.message:
+                    tell_stack(main)
                 with self.lock:
                     if self.now is block:
                         signal.pthread_kill(main, signal.SIGVTALRM)
@@ -181,8 +189,9 @@ class _Watchdog:
 _WATCHDOG = _Watchdog()
 
 
-@contextlib.contextmanager
-def watching(what: str, timeout_s: float, advice: str = "", grace_s: float = GRACE_S) -> Iterator[None]:
+def watching(
+    what: str, timeout_s: float, advice: str = "", grace_s: float = GRACE_S
+) -> contextlib.AbstractContextManager[None]:
     """Raises a `HostError` in the main thread if the block takes too long; elsewhere nothing is watched.
 
     A block that does not hear of it, in C code or because it catches everything, ends the process after `grace_s`.
@@ -193,13 +202,27 @@ def watching(what: str, timeout_s: float, advice: str = "", grace_s: float = GRA
       advice: to whom it happens; "" is to raise loop.timeout_s.
       grace_s: see above.
     """
+    advice = advice or f"if it may take so long, raise loop.timeout_s={timeout_s:g}"
+    message = f"{what} for {timeout_s:g} s; {advice}."
+    return _waiting(_Block(message, time.monotonic() + timeout_s, grace_s))
+
+
+def unless(failure: Callable[[], Exception | None]) -> contextlib.AbstractContextManager[None]:
+    """Raises in the main thread what has failed elsewhere, if the block goes on for `GRACE_S` after it; see `watching`.
+
+    Args:
+      failure: returns it. Called from another thread.
+    """
+    return _waiting(_Block("", math.inf, math.inf, failure))
+
+
+@contextlib.contextmanager
+def _waiting(block: _Block) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _WATCHDOG.start()
-    advice = advice or f"if it may take so long, raise loop.timeout_s={timeout_s:g}"
-    message = f"{what} for {timeout_s:g} s; {advice}."
-    around, _WATCHDOG.now = _WATCHDOG.now, _Block(message, time.monotonic() + timeout_s, grace_s)
+    around, _WATCHDOG.now = _WATCHDOG.now, block
     try:
         yield
     finally:

@@ -88,6 +88,12 @@ class Gymnasium:
             probe = self._make()
         except gymnasium.error.Error as error:
             raise ValueError(str(error)) from error
+        except ModuleNotFoundError as error:
+            entry = str(gymnasium.spec(task).entry_point) if isinstance(task, str) else ""
+            kind = re.match(r"gymnasium\.envs\.(\w+)", entry)
+            if kind is None:
+                raise
+            raise ImportError(f"{error}, which {task} needs: pip install 'gymnasium[{kind[1]}]'.") from error
         name = task if isinstance(task, str) else getattr(task, "__name__", type(probe).__name__)
         self._spaces = probe.observation_space, probe.action_space
         self.spec, self._to_native = self._described(probe, name)

@@ -87,6 +87,23 @@ def test_shares_that_were_timed_with_sums_say_so():
     assert told not in report.render([run])
 
 
+def test_returns_that_come_too_early_are_told():
+    run = document("2030-01-01T00:00:00", "aaa", 1.0, note=report.TOO_EARLY, suite="gpu")
+    sides = {"torchpod": [1.0, 35.456], "jax": [1.0, 27.9]}
+    run["rows"][0]["rounds"] = {side: [{"episode_return": x} for x in xs] for side, xs in sides.items()}
+    assert f"| {report.TOO_EARLY}; by then torchpod 35.5 and jax 27.9 |" in report.render([run])
+    run["rows"][0]["rounds"]["jax"][-1]["episode_return"] = None
+    assert f"| {report.TOO_EARLY} |" in report.render([run])
+
+
+def test_what_the_best_layout_missed_is_taken_back_when_its_layouts_are_measured_again():
+    whole = document("2030-01-01T00:00:00", "aaa", 1.0, failures=["ppo_ant: 0.982 x sync.", "ppo_pong: 0.9 x sync."])
+    part = document("2030-01-02T00:00:00", "bbb", 1.0, only="ant", failures=["ppo_ant: 1.000 x sync."])
+    part["rows"][0]["name"] = "ppo_ant_2_actors_vs_sync/8"
+    page = report.render([whole, part])
+    assert "0.982" not in page and "ppo_ant: 1.000 x sync." in page and "ppo_pong: 0.9" in page
+
+
 @pytest.mark.parametrize(
     ("ours", "peer", "told"),
     [

@@ -258,6 +258,30 @@ def test_pools_that_share_threads_are_closed_while_steps_are_under_way(seed, mon
     assert len({id(batches) for batches in closed}) == 2 and set(sent) == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"), [("raise", r"actor thread \d failed: KeyError"), ("hang", r"actor thread \d has waited \d s")]
+)
+def test_an_actor_that_fails_while_an_update_goes_on_ends_the_run_within_seconds(seed, fault, message, monkeypatch):
+    env = Broken(fault, hang_s=30)
+    sebulba = make(SebulbaConfig(timeout_s=0.5), env=env)
+    state, updates, before = sebulba.init(seed), [], sebulba.update
+
+    def update(*args):
+        updates.append(args)
+        if len(updates) == 2:  # of the first unroll; the other was to compile
+            time.sleep(60)
+        return before(*args)
+
+    monkeypatch.setattr(sebulba, "update", update)
+    began = time.perf_counter()
+    with pytest.raises(ActorError, match=message):
+        run(sebulba, state)
+    assert time.perf_counter() - began < 10 and len(updates) == 2
+    env.over.set()
+    for thread in threads():
+        thread.join(10)
+
+
 def test_a_learner_that_fails_takes_its_actors_along(seed, monkeypatch):
     sebulba = make(SebulbaConfig())
     state = sebulba.init(seed)

@@ -20,6 +20,7 @@ from tests.zygote import wait_until
 from torchpod import checkpoint, random
 from torchpod.config import ConfigError, load
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.host import Gymnasium
 from torchpod.envs.transforms import RewardClip
 from torchpod.main import main
 from torchpod.makers import make_env
@@ -42,6 +43,7 @@ SMALL = (
 STEPS = 4 * 8
 ENVIRONMENT = '''
 import hashlib
+import subprocess
 import time
 from pathlib import Path
 
@@ -163,6 +165,18 @@ class Slow(Corridor):
         if self.count > 300:
             time.sleep(40)
         return super().step(action)
+
+
+class Simulated(Slow):
+    """In a program of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.simulator = subprocess.Popen(["sleep", "1000"])
+
+    def close(self):
+        self.simulator.kill()
+        self.simulator.wait()
 
 
 class Faulty(Corridor):
@@ -666,6 +680,73 @@ def test_a_run_whose_environment_is_slow_stops_within_seconds(start, number):
     assert error == f"torchpod: stopped at iteration {saved}, in the middle of the next; go on with resume=run\n"
     assert process.returncode == 130 and saved >= 36
     goes_on_from(saved)
+
+
+@pytest.mark.slow
+def test_what_a_slow_worker_has_started_ends_with_the_run(start):
+    process = start("env=corridor.py:Simulated", "+env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
+    wait_for_rows(36, process)
+    time.sleep(2.0)  # now every worker sleeps
+    assert len(session_of(process)) > 2 * 4
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    wait_until(lambda: not any(map(alive, session_of(process))), 5)
+    goes_on_from(int(checkpoint.latest(Path("run")).name))
+
+
+LONG = (  # an update of 15 to 30 seconds, one call of C++
+    "compile=true",
+    "num_envs=1024",
+    "algo.unroll_length=128",
+    "algo.agent.hidden=[64,64]",
+    "algo.learner.num_epochs=200",
+    "algo.learner.num_minibatches=4",
+    "checkpoint.interval_s=0",
+    "total_env_steps=1_000_000_000",
+    "run_dir=run",
+)
+
+
+@pytest.mark.parametrize("loop", ["anakin", "sebulba"])
+@pytest.mark.slow
+def test_a_signal_in_a_long_compiled_update_stops_the_run_within_seconds(start, loop):
+    process = start("env=cartpole", *LONG, f"loop={loop}")
+    wait_for_rows(1, process)
+    time.sleep(3.0)  # now it updates
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    saved = int(checkpoint.latest(Path("run")).name)
+    assert error == f"torchpod: stopped at iteration {saved}, in the middle of the next; go on with resume=run\n"
+    assert process.returncode == 130 and saved == len(numbers_of_rows())
+    assert group_is_empty(process)
+
+
+@pytest.mark.slow
+def test_an_environment_that_fails_in_a_long_compiled_update_ends_the_run_within_seconds(start):
+    settings = ("env=corridor.py:Stuck", "+env.where=training", "+env.how=fails")
+    process = start(
+        *settings, *LONG, "algo.unroll_length=64", "num_envs=2048"
+    )  # so that its 150th step is in the third unroll
+    wait_for_rows(1, process)
+    began = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert error.startswith("Traceback") and process.returncode == 1
+    message = error.splitlines()[-1]
+    assert re.search("torchpod: error: actor thread . failed: .*LookupError: no way on", message)
+    assert message.endswith("go on with resume=run")
+
+
+def test_a_run_that_cannot_begin_to_log_leaves_no_worker(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    env = Gymnasium("CartPole-v1", processes=True)
+    with pytest.raises(ConfigError, match="tensorboard") as caught:  # whose traceback keeps what is open
+        execute(load([*SMALL, "logger.tensorboard=true", "run_dir=run"]), env=env)
+    assert multiprocessing.active_children() == [] and caught.tb is not None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -275,19 +275,20 @@ def test_the_updates_of_a_batch_see_its_environments_in_order_each_once(seed, mo
     assert len(seen) == 2
 
 
-def test_compiled_it_equals_compiled_anakin_to_the_bit(seed):
+@pytest.mark.parametrize("agent", with_slow(["ppo", "impala", "gru"], ("impala", "gru")))
+def test_compiled_it_equals_compiled_anakin_to_the_bit(seed, agent):
     env = CartPole(max_episode_steps=7)
     anakin = Anakin(
-        lambda: AGENTS["ppo"](env.spec),
+        lambda: AGENTS[agent](env.spec),
         env,
         num_envs=B,
         unroll_length=T,
         learner=LEARNER,
-        num_iterations=5,
+        num_iterations=50,
         compiler=Compiler(enabled=True),
     )
     *_, (_, replay) = train_anakin(anakin, anakin.init(seed))
-    sebulba = make(compiled=True, iterations=5)
+    sebulba = make(agent=agent, compiled=True)
     assert_equal(run(sebulba, sebulba.init(seed))[0].learner, replay.state.learner)
 
 

@@ -89,7 +89,7 @@ class Exchange:
         self._changed = threading.Condition()
         self._queues: list[deque[list[Item]]] = [deque() for _ in phases]
         self._versions: dict[int, Handed] = {}
-        self._failure: tuple[int, BaseException] | None = None
+        self._failure: ActorError | None = None
         self._closed = False
         self._clock = StoodStill(_WATCH_S)
         self._stops: deque[tuple[float, float]] = deque(maxlen=100)
@@ -121,11 +121,17 @@ class Exchange:
         """
         with self._changed:
             while not all(self._queues):
-                self._raise_failure()
+                if (failure := self.failure()) is not None:
+                    raise failure
                 self._changed.wait(_WATCH_S)
             items = [item for queue in self._queues for item in queue.popleft()]
             self._changed.notify_all()
             return items
+
+    def failure(self) -> ActorError | None:
+        """What `collect` raises, if it does; then standard error says where an actor that hangs stands."""
+        with self._changed:
+            return self._failure or self._found_hanging()
 
     def occupancy(self) -> float:
         """How full the queues are, 0 to 1."""
@@ -178,7 +184,9 @@ class Exchange:
     def fail(self, actor: int, error: BaseException) -> None:
         """Tells the learner that an actor is gone."""
         with self._changed:
-            self._failure = self._failure or (actor, error)
+            if self._failure is None:
+                self._failure = ActorError(f"actor thread {actor} failed: {sentence(error)}")
+                self._failure.__cause__ = error
             self._changed.notify_all()
 
     def _version_for(self, unroll: int) -> int:
@@ -189,10 +197,7 @@ class Exchange:
         over = [v for v, x in self._versions.items() if self._lag is not None or x.complete()]
         return max(over or self._versions)
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            actor, error = self._failure
-            raise ActorError(f"actor thread {actor} failed: {sentence(error)}") from error
+    def _found_hanging(self) -> ActorError | None:
         now = time.perf_counter()
         if (away := self._clock.look()) > 0:
             self._stops.append((now, away))
@@ -201,7 +206,8 @@ class Exchange:
             waited -= sum(away for end, away in self._stops if end > now - waited)
             if waited > self._timeout_s:
                 tell_stack(phases.thread)
-                raise ActorError(
+                self._failure = ActorError(
                     f"actor thread {actor} has waited {waited:.0f} s for a step of its {phases.environment} "
                     f"environments; if a step may take so long, raise loop.timeout_s={self._timeout_s:g}."
                 )
+        return self._failure

@@ -146,8 +146,8 @@ class Sebulba:
         most = self.agent.max_lag
         if most is not None and (config.lag == "free" or config.lag > most):
             raise ValueError(
-                f"{type(self.agent).__name__} learns from the parameters that act, or at most {most} update(s) older "
-                f"ones, and cannot correct for loop.lag={config.lag}; use loop.lag={most}."
+                f"{type(self.agent).__name__} learns from the parameters that act, or those at most {most} "
+                f"iteration(s) older, and cannot correct for loop.lag={config.lag}; use loop.lag={most}."
             )
         if most == 0 and config.updates_per_batch > 1:
             raise ValueError(
@@ -171,6 +171,8 @@ class Sebulba:
         # Programs with their arguments in memory of their own, to be captured. On the CPU only tests want that.
         self.static = any(d.type == "cuda" for d in (self.device, *devices))
         self.envs = _environments(make_env, self.num_actors, config)
+        self.begun = False
+        """Whether a `Program` has taken over the environments, and closes them."""
         self._workers: list[list[BaseProcess]] = [[] for _ in self.envs]  # processes that each has started
         self.learner = Learner(
             self.agent,
@@ -243,8 +245,10 @@ class Sebulba:
         return state._replace(carry=carry, episode_return=begun.episode_return, episode_length=begun.episode_length)
 
     def close(self) -> None:
-        """Closes the environments, of a run that never began; otherwise `Program.close` does."""
-        close_all(self.envs)
+        """Closes the environments of a run that never began; otherwise `Program.close` does."""
+        if not self.begun:
+            self.begun = True
+            close_all(self.envs)
 
     def older(self, versions: list[Variables]) -> tuple[Variables, ...]:
         """The `lag` versions before the newest, oldest first; the first one stands for those before it."""

@@ -17,7 +17,7 @@ from torchpod.sebulba.exchange import Exchange, Item
 from torchpod.sebulba.loop import Sebulba, merge, side_by_side
 from torchpod.sebulba.transfer import Static, hand_over, take, wait_for
 from torchpod.types import Trajectory
-from torchpod.watched import close_all
+from torchpod.watched import close_all, unless
 
 JOIN_S = 2.0
 """How long the end of a run waits for a thread that does not come back from its environments."""
@@ -101,7 +101,7 @@ class Program:
         else:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited = time.perf_counter() - began
-        with span("update"):
+        with span("update"), unless(self._exchange.failure):
             update = self._sebulba.fill if number < self.fill_iterations else self._update
             trajectory = merge(items, self._sebulba.device)
             if self._sebulba.replay and not self._checked:
@@ -165,6 +165,7 @@ def train(
         with contextlib.suppress(Exception):  # what was raised first is what went wrong
             sebulba.close()
         raise
+    sebulba.begun = True
     compile_s = time.perf_counter() - began if sebulba.compiler.enabled else 0.0
     try:
         program.begin()

@@ -526,3 +526,15 @@ def test_one_and_the_same_environment_is_stepped_once():
     one.close()
     other.init(keys(1))
     other.close()
+
+
+def test_what_gymnasium_misses_is_told_with_what_brings_it(monkeypatch):
+    def make(task, **options):
+        raise ModuleNotFoundError("No module named 'imageio'", name="imageio")
+
+    monkeypatch.setattr(gymnasium, "make", make)
+    told = r"No module named 'imageio', which Ant-v5 needs: pip install 'gymnasium\[mujoco\]'\."
+    with pytest.raises(ImportError, match=told):
+        Gymnasium("Ant-v5")
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'imageio'$"):
+        Gymnasium(lambda: make(""))
