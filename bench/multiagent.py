@@ -75,6 +75,9 @@ class Case(NamedTuple):
         return 0.8e9 + agents * kept * (4 * seen + 100) + activations
 
 
+ENV_NUMBERS = 3
+"""Of 4 bytes, that a step without networks reads or writes of an agent besides its state and observation: an action of 8
+bytes and the reward."""
 UNROLL = 100
 """Steps, of the worker's programs that learn."""
 GRID, PLANE, COVID = "tag_gridworld", "tag_continuous", "covid_economy"
@@ -308,7 +311,8 @@ def least(case: Case, details: Details, peak: Gpu) -> tuple[floor.Floor, float, 
         num_flops = steps * details["env_flops"]
         for policy in details["policies"]:
             rows, size = steps * policy["agents"], policy["observation_size"]
-            num_bytes += floor.moved_bytes(rows, epochs, size, 0.0)
+            stored = ENV_NUMBERS - floor.ROW_NUMBERS if case.mode == "env_only" else 0
+            num_bytes += floor.moved_bytes(rows, epochs, size + stored, 0.0)
             num_flops += floor.flops(rows, epochs, policy["layers"], size) if case.mode != "env_only" else 0.0
     tf32 = bool(details.get("tf32"))
     return floor.floor(details["kernels"], num_bytes, num_flops, gpu=peak, tf32=tf32), num_bytes, num_flops

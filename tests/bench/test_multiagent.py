@@ -225,6 +225,8 @@ def test_the_floor_of_an_update_is_that_of_its_policies():
     # F = 2 x 12, of which the first layer 2 x 8: acting F, learning 3 F - 16
     assert num_flops == 10 * (5 + 3 * (24 + 3 * 24 - 16))
     assert found == floor.Floor(3e-6, num_bytes / 1e3, num_flops / 1e5)
+    alone = multiagent.least(Case("tag_gridworld", 3, 1), details | {"epochs": 0}, peak)
+    assert alone[1:] == (10 * (14 + 3 * 4 * (4 + 2 + 1)), 10 * 5)  # an action of 8 bytes, a reward
 
 
 @pytest.mark.parametrize("mode", worker.PROGRAMS)
