@@ -131,9 +131,9 @@ def test_a_row_says_agent_steps_floor_memory_and_the_figure_of_warpdrive(tmp_pat
     row, sampler = document["rows"]
     assert (status, document["failures"], row["name"]) == (0, [], "env_only_tag_gridworld_5/2000")
     assert row["ratio"] == 100.0 and row["peer"]["name"] == "numpy"
-    # 2000 x (2 x 49 bytes of state + 5 agents x 4 x (21 + 6) bytes) at 10 GB/s
+    # 2000 x (2 x 49 bytes of state + 5 agents x 4 x (21 + 3) bytes) at 10 GB/s
     assert row["note"] == (
-        "4,900,000 agent steps/s; step 2,041 us, floor 128: bytes 128 (1.28 MB), flops 0 (0.0 M), 1,599 x NumPy "
+        "4,900,000 agent steps/s; step 2,041 us, floor 116: bytes 116 (1.16 MB), flops 0 (0.0 M), 1,765 x NumPy "
         "if it were reached; memory 2.00 GB; 0.10 x WarpDrive's 9,800,000 on an A100"
     )
     assert sampler["peer"] is None and sampler["note"].startswith("4,900,000 samples/s; step 2,041 us, floor 28:")
@@ -161,7 +161,7 @@ def test_the_worker_takes_the_unroll_that_it_is_told():
 
 def test_a_floor_that_was_undercut_is_none(tmp_path, monkeypatch):
     status, document = run(tmp_path, monkeypatch, [Case("tag_gridworld", 5, 2000)], 1e8, 9800.0, device="cpu")
-    told = "env_only_tag_gridworld_5/2000: an iteration took 0.2 ms, and its floor is 1.3."
+    told = "env_only_tag_gridworld_5/2000: an iteration took 0.2 ms, and its floor is 1.2."
     assert (status, document["failures"]) == (1, [told])
 
 
