@@ -76,8 +76,8 @@ class Case(NamedTuple):
 
 
 ENV_NUMBERS = 3
-"""Of 4 bytes, that a step without networks reads or writes of an agent besides its state and observation: an action of 8
-bytes and the reward."""
+"""Of 4 bytes, that a step without networks reads or writes of an agent besides its state and observation: an action of
+8 bytes and the reward."""
 UNROLL = 100
 """Steps, of the worker's programs that learn."""
 GRID, PLANE, COVID = "tag_gridworld", "tag_continuous", "covid_economy"
