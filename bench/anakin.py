@@ -146,7 +146,7 @@ def main(
         if case.mode == "update" and learns:
             failures += harness.untrained(case.name, case.env, (a, b))
         elif case.mode == "update":
-            row = noted(row, "returns say nothing in so few steps")
+            row = noted(row, harness.TOO_EARLY)
         row = with_floor(row, case, a, max(c[FIGURES.product] for c in calibrations))
         rows.append(row)
         print(describe(row), flush=True)

@@ -261,7 +261,7 @@ def case_rows(
         notes = [
             f"TF32 {'on' if a[0].get('tf32') else 'off'}",
             floor_note(case, a[0], details, make.hardware["gpu"]),
-            "" if case.learns else "returns say nothing in so few steps",
+            "" if case.learns else harness.TOO_EARLY,
             rate.note,
         ]
         rate = dataclasses.replace(rate, note="; ".join(filter(None, notes)))

@@ -43,6 +43,8 @@ RETURN_SHARE = 0.6
 """Means over a few seeds differ; those of two different algorithms differ more."""
 JAX_RETURN_SHARE = {"cartpole": 0.85}
 """By environment, beside our own JAX driver, which is the same algorithm, where seeds differ little: 0.89 at least."""
+TOO_EARLY = "returns say nothing in so few steps"
+"""The note of a row whose sides had no time to learn."""
 LEARNED = {"cartpole": 44.0, "minatar_breakout": 0.8, "pendulum": -300.0}
 """Returns that both sides must reach where they had time to learn: twice a random policy's, of Pendulum a quarter of
 what that loses."""

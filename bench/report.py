@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpod.bench import anakin, envs, population, scaling
-from torchpod.bench.harness import FORMAT, LEARNED, RESULTS, ROOT, below_figures
+from torchpod.bench.harness import FORMAT, LEARNED, RESULTS, ROOT, TOO_EARLY, below_figures
 from torchpod.bench.targets import LESS_IS_BETTER, MORE_IS_BETTER, TARGETS, beside_stated, missed, outcome
 
 DOCS = ROOT / "docs"
@@ -26,8 +26,6 @@ OTHER_SPEED = 0.1
 # A run on an H100, whose environments alone were timed with sums that cost more than many an environment; f4da247 left
 # them out.
 WITH_SUMS = "220552d+changes"
-TOO_EARLY = "returns say nothing in so few steps"
-"""A note of rows (anakin.py, gpu.py)."""
 # What is read of every result file, of its `hardware` and of each of its rows.
 KEYS = ("suite", "date", "hardware", "commit", "calibration_gflops", "load_average", "failures", "rows")
 HARDWARE_KEYS = ("name", "cpu", "cores", "gpu")

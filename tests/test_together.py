@@ -153,8 +153,8 @@ def test_a_folder_whose_libraries_cannot_be_loaded_is_named(empty_cache):
 
 
 def program(folder: Path, key: str, body: str) -> together.Program:
-    options = together._program("", ()).options
-    return together.Program(key, f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n{body}", folder, options)
+    source = f"#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\n{body}"
+    return together._program("", ())._replace(key=key, source=source, folder=folder)
 
 
 GOOD = "void inductor_entry_impl(AtenTensorHandle*, AtenTensorHandle*) {}\n"

@@ -139,7 +139,8 @@ class Calls:
           stacks: where outputs of every call are to go as well.
 
         Raises:
-          RuntimeError: what a program raised; in the main thread also what the handler of a signal raises.
+          RuntimeError: what a program raised.
+          BaseException: in the main thread, what the handler of a signal raises between two programs.
         """
         given = _aoti.unsafe_alloc_void_ptrs_from_tensors([*arguments, *self._constants])
         made = _library().torchpod_call(

@@ -121,17 +121,20 @@ def cache_per_width() -> None:
     cast(Any, torch.compiler.config).cache_key_tag += f" {pick_vec_isa()}"
 
 
-def precompiled(command_line: str, **options: Any) -> str:
+def precompiled(command_line: str, options: Any) -> str:
     """Where the header lies whose precompiled form serves a program that is compiled by `command_line`.
 
     It has all that programs include: inductor precompiles the first of `HEADERS` alone, and each program takes half a
     second more. It is known by the versions of torch and compiler: inductor preprocesses it in every process, 0.2 s, to
     see whether it has changed.
+
+    Args:
+      command_line: of g++.
+      options: of inductor, to compile the header with: g++ takes it for programs that are compiled likewise.
     """
     from torch._inductor import codecache
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpp_builder import CppBuilder
 
-    build = CppTorchDeviceOptions(**options, precompiling=True)
     header = Path(torch.__file__).parent / "include" / HEADERS[0]
     made_of = command_line, versions(), header.stat().st_mtime
     folder = Path(codecache._HEADER_DIR)
@@ -142,7 +145,7 @@ def precompiled(command_line: str, **options: Any) -> str:
         specified_dir=str(folder),
     )
     (folder / "locks").mkdir(exist_ok=True)
-    builder = CppBuilder(name=path, sources=path, BuildOption=build)
+    builder = CppBuilder(name=path, sources=path, BuildOption=options)
     codecache._worker_compile_cpp(str(folder / "locks" / f"{key}.lock"), (builder,))
     return path
 

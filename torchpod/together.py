@@ -57,6 +57,8 @@ class Program(NamedTuple):
     folder: Path
     options: Any
     """Of inductor, for g++."""
+    header: Callable[[], str] | None
+    """Where the precompiled header is; makes it if there is none, which takes g++ 7 s."""
 
     @property
     def path(self) -> Path:
@@ -263,16 +265,16 @@ def _program(source: str, flags: tuple[str, ...]) -> Program:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     cpp = inductor_config.cpp
-    options, made_of = _options(
+    options, header, made_of = _options(
         flags, cpp.enable_floating_point_contract_flag, cpp.simdlen, inductor_config.cpp_cache_precompile_headers
     )
     key = "p" + hashlib.sha256(repr((source, made_of)).encode()).hexdigest()[:24]
-    return Program(key, source, Path(cache_dir()) / "torchpod", options)
+    return Program(key, source, Path(cache_dir()) / "torchpod", options, header)
 
 
 @functools.cache
-def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, str]:
-    """What inductor's programs are compiled with, and what else they depend on than their source: this file too.
+def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, Callable[[], str] | None, str]:
+    """What inductor's programs are compiled with, their header, and what else than their source they depend on.
 
     Args:
       flags: of g++, besides inductor's own.
@@ -284,9 +286,10 @@ def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, str]:
     settings = {"vec_isa": pick_vec_isa(), "device_type": "cpu", "include_pytorch": True, "shared": True}
     options = CppTorchDeviceOptions(**settings, extra_flags=flags)
     command_line = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
-    if config[-1]:
-        options.precompiled_header = gxx.precompiled(command_line, **settings)
-    return options, repr((command_line, gxx.versions(), gxx.processor(), _VECTORS, Path(__file__).read_text()))
+    to_precompile = CppTorchDeviceOptions(**settings, precompiling=True)  # here, where what it reads is as it is to be
+    header = functools.cache(lambda: gxx.precompiled(command_line, to_precompile)) if config[-1] else None
+    made_of = command_line, gxx.versions(), gxx.processor(), _VECTORS, Path(__file__).read_text()
+    return options, header, repr(made_of)
 
 
 def _compile(programs: Sequence[Program]) -> None:
@@ -307,6 +310,8 @@ def _compile(programs: Sequence[Program]) -> None:
         name = "g" + hashlib.sha256(" ".join(program.key for program in missing).encode()).hexdigest()[:24]
         source = folder / f"{name}.cpp"
         source.write_text(_whole(missing))
+        if missing[0].header is not None:
+            missing[0].options.precompiled_header = missing[0].header()
         builder = CppBuilder(name=name, sources=str(source), output_dir=str(folder), BuildOption=missing[0].options)
         builder.build()
         for program in missing:
@@ -320,7 +325,7 @@ def _whole(programs: Sequence[Program]) -> str:
     """One file of all: a namespace for each, behind what any of them includes."""
     includes = dict.fromkeys(line.strip() for program in programs for line in _INCLUDE.findall(program.source))
     parts = []
-    for key, source, _, _ in programs:
+    for key, source, *_ in programs:
         # Kernels of C++ instead of C may have the same names; the module and its initialiser get one of their own.
         own = _INCLUDE.sub("", source).replace('extern "C"', "__attribute__((flatten))")
         for pattern, call in _CALLS.items():

@@ -1,6 +1,7 @@
 """Environments on the host that the main thread steps: what hangs or fails in them ends the run with a sentence.
 
-Actor threads have a watchdog of their own (sebulba/exchange.py); this is for everything before and after them.
+Actor threads have a watchdog of their own (sebulba/exchange.py); this is for everything before and after them, and ends
+an update of the learner if that one has found something meanwhile.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from torchpod.env import Env
 from torchpod.types import TimeStep, Tree
 
 GRACE_S = 4.0
-"""How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends."""
+"""How long a time-out may take to reach the main thread, which in C code cannot hear of it, before the process ends; or
+an update may go on when an actor has failed."""
 CLOSE_S = 5.0
 """How long an environment may take to be closed."""
 CLOSE_GRACE_S = 10.0
@@ -208,7 +210,9 @@ def watching(
 
 
 def unless(failure: Callable[[], Exception | None]) -> contextlib.AbstractContextManager[None]:
-    """Raises in the main thread what has failed elsewhere, if the block goes on for `GRACE_S` after it; see `watching`.
+    """Raises in the main thread what has failed elsewhere, if the block goes on for `GRACE_S` after it.
+
+    What does not hear of it, in C code, has its time: no process is ended.
 
     Args:
       failure: returns it. Called from another thread.
@@ -226,7 +230,10 @@ def _waiting(block: _Block) -> Iterator[None]:
     try:
         yield
     finally:
-        with _WATCHDOG.lock:
+        try:
+            with _WATCHDOG.lock:
+                _WATCHDOG.now = around
+        finally:  # a time-out may come in between
             _WATCHDOG.now = around
 
 

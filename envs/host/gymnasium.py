@@ -89,11 +89,12 @@ class Gymnasium:
         except gymnasium.error.Error as error:
             raise ValueError(str(error)) from error
         except ModuleNotFoundError as error:
-            entry = str(gymnasium.spec(task).entry_point) if isinstance(task, str) else ""
-            kind = re.match(r"gymnasium\.envs\.(\w+)", entry)
+            known = gymnasium.registry.get(task) if isinstance(task, str) else None
+            kind = re.match(r"gymnasium\.envs\.(\w+)", str(known.entry_point) if known else "")
             if kind is None:
                 raise
-            raise ImportError(f"{error}, which {task} needs: pip install 'gymnasium[{kind[1]}]'.") from error
+            extra = "jax" if kind[1] in ("phys2d", "tabular") else kind[1]
+            raise ImportError(f"{error}, which {task} needs: pip install 'gymnasium[{extra}]'.") from error
         name = task if isinstance(task, str) else getattr(task, "__name__", type(probe).__name__)
         self._spaces = probe.observation_space, probe.action_space
         self.spec, self._to_native = self._described(probe, name)

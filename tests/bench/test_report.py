@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from torchpod.bench import report
+from torchpod.bench import harness, report
 from torchpod.bench.targets import TARGETS
 
 
@@ -88,12 +88,12 @@ def test_shares_that_were_timed_with_sums_say_so():
 
 
 def test_returns_that_come_too_early_are_told():
-    run = document("2030-01-01T00:00:00", "aaa", 1.0, note=report.TOO_EARLY, suite="gpu")
+    run = document("2030-01-01T00:00:00", "aaa", 1.0, note=harness.TOO_EARLY, suite="gpu")
     sides = {"torchpod": [1.0, 35.456], "jax": [1.0, 27.9]}
     run["rows"][0]["rounds"] = {side: [{"episode_return": x} for x in xs] for side, xs in sides.items()}
-    assert f"| {report.TOO_EARLY}; by then torchpod 35.5 and jax 27.9 |" in report.render([run])
+    assert f"| {harness.TOO_EARLY}; by then torchpod 35.5 and jax 27.9 |" in report.render([run])
     run["rows"][0]["rounds"]["jax"][-1]["episode_return"] = None
-    assert f"| {report.TOO_EARLY} |" in report.render([run])
+    assert f"| {harness.TOO_EARLY} |" in report.render([run])
 
 
 def test_what_the_best_layout_missed_is_taken_back_when_its_layouts_are_measured_again():

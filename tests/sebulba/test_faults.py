@@ -262,7 +262,8 @@ def test_pools_that_share_threads_are_closed_while_steps_are_under_way(seed, mon
     ("fault", "message"), [("raise", r"actor thread \d failed: KeyError"), ("hang", r"actor thread \d has waited \d s")]
 )
 def test_an_actor_that_fails_while_an_update_goes_on_ends_the_run_within_seconds(seed, fault, message, monkeypatch):
-    env = Broken(fault, hang_s=30)
+    monkeypatch.setattr("torchpod.watched.GRACE_S", 1.0)
+    env = Broken(fault, hang_s=30, at=12)  # in the second unroll; the third waits for the update
     sebulba = make(SebulbaConfig(timeout_s=0.5), env=env)
     state, updates, before = sebulba.init(seed), [], sebulba.update
 

@@ -694,12 +694,12 @@ def test_what_a_slow_worker_has_started_ends_with_the_run(start):
     goes_on_from(int(checkpoint.latest(Path("run")).name))
 
 
-LONG = (  # an update of 15 to 30 seconds, one call of C++
+LONG = (  # an update of 12 to 40 seconds, one call of C++
     "compile=true",
     "num_envs=1024",
     "algo.unroll_length=128",
     "algo.agent.hidden=[64,64]",
-    "algo.learner.num_epochs=200",
+    "algo.learner.num_epochs=300",
     "algo.learner.num_minibatches=4",
     "checkpoint.interval_s=0",
     "total_env_steps=1_000_000_000",
@@ -707,16 +707,21 @@ LONG = (  # an update of 15 to 30 seconds, one call of C++
 )
 
 
+def seconds_of_an_update():
+    """About; of the first iteration."""
+    return json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["wall_s"]
+
+
 @pytest.mark.parametrize("loop", ["anakin", "sebulba"])
 @pytest.mark.slow
 def test_a_signal_in_a_long_compiled_update_stops_the_run_within_seconds(start, loop):
     process = start("env=cartpole", *LONG, f"loop={loop}")
     wait_for_rows(1, process)
-    time.sleep(3.0)  # now it updates
+    time.sleep(2.0)  # now it updates
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < min(10.0, seconds_of_an_update() - 2.5)
     saved = int(checkpoint.latest(Path("run")).name)
     assert error == f"torchpod: stopped at iteration {saved}, in the middle of the next; go on with resume=run\n"
     assert process.returncode == 130 and saved == len(numbers_of_rows())
@@ -726,13 +731,12 @@ def test_a_signal_in_a_long_compiled_update_stops_the_run_within_seconds(start, 
 @pytest.mark.slow
 def test_an_environment_that_fails_in_a_long_compiled_update_ends_the_run_within_seconds(start):
     settings = ("env=corridor.py:Stuck", "+env.where=training", "+env.how=fails")
-    process = start(
-        *settings, *LONG, "algo.unroll_length=64", "num_envs=2048"
-    )  # so that its 150th step is in the third unroll
+    # Its 150th step is in the third unroll, which is done while the second update goes on.
+    process = start(*settings, *LONG, "algo.unroll_length=64", "num_envs=2048")
     wait_for_rows(1, process)
     began = time.monotonic()
     _, error = process.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 0.9 * seconds_of_an_update()
     assert error.startswith("Traceback") and process.returncode == 1
     message = error.splitlines()[-1]
     assert re.search("torchpod: error: actor thread . failed: .*LookupError: no way on", message)

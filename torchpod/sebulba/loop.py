@@ -172,7 +172,7 @@ class Sebulba:
         self.static = any(d.type == "cuda" for d in (self.device, *devices))
         self.envs = _environments(make_env, self.num_actors, config)
         self.begun = False
-        """Whether a `Program` has taken over the environments, and closes them."""
+        """Whether a `Program` has taken over the environments, and closes them; or they are closed."""
         self._workers: list[list[BaseProcess]] = [[] for _ in self.envs]  # processes that each has started
         self.learner = Learner(
             self.agent,
@@ -218,6 +218,7 @@ class Sebulba:
 
     def init(self, seed: int, iteration: int = 0) -> RunState:
         """The state before the first iteration, or to resume from a checkpoint of another. Starts the environments."""
+        self.begun = False
 
         def begin(agent: Agent, env_keys: Tensor) -> Carry:
             if self.restartable or not iteration:

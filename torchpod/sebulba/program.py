@@ -92,8 +92,8 @@ class Program:
         priorities = pytree.tree_map(torch.clone, self._state.priorities)  # the next iteration writes to them
         return self._state._replace(carry=self._carry, older=self._sebulba.older(versions), priorities=priorities)
 
-    def __call__(self) -> dict[str, Tensor]:
-        """One iteration; returns its metrics."""
+    def __call__(self, *, last: bool = False) -> dict[str, Tensor]:
+        """One iteration; returns its metrics. Of the `last` what actors do meanwhile does not matter."""
         number, began, occupancy = self._iteration, time.perf_counter(), self._exchange.occupancy()
         if self._threaded:
             with span("get"):
@@ -101,7 +101,7 @@ class Program:
         else:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited = time.perf_counter() - began
-        with span("update"), unless(self._exchange.failure):
+        with span("update"), unless((lambda: None) if last else self._exchange.failure):
             update = self._sebulba.fill if number < self.fill_iterations else self._update
             trajectory = merge(items, self._sebulba.device)
             if self._sebulba.replay and not self._checked:
@@ -165,16 +165,16 @@ def train(
         with contextlib.suppress(Exception):  # what was raised first is what went wrong
             sebulba.close()
         raise
-    sebulba.begun = True
     compile_s = time.perf_counter() - began if sebulba.compiler.enabled else 0.0
     try:
+        sebulba.begun = True
         program.begin()
         while iteration < until:
             began, history = time.perf_counter(), []
             count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
             filling = max(0, program.fill_iterations - iteration)  # reported with the first that learns
             for _ in range(min(filling + count, until - iteration)):
-                history.append(program())
+                history.append(program(last=iteration + 1 >= until))
                 iteration += 1
                 if not program.healthy:
                     raise NonFiniteError(iteration, program.trajectory)

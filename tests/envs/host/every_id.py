@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -58,6 +59,7 @@ def play(kind: str, name: str) -> str:
 def child(kind: str, names: list[str], told: int) -> None:
     """Plays them in this process; a line each to a pipe."""
     warnings.simplefilter("ignore")
+    os.set_inheritable(told, False)  # a simulator that outlives this process would keep it open
     with open(told, "w", buffering=1) as lines:
         for name in names:
             print(play(kind, name).replace("\n", " "), file=lines)
@@ -69,12 +71,12 @@ def played(kind: str, names: list[str], timeout_s: float) -> Iterator[tuple[str,
         read, write = os.pipe()
         command = [sys.executable, "-m", __spec__.name, kind, *names, "--child", str(write)]
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(command, pass_fds=(write,), **silent)
+        process = subprocess.Popen(command, pass_fds=(write,), start_new_session=True, **silent)
         os.close(write)
         late = threading.Event()
         with open(read) as lines:
             while names:
-                timer = threading.Timer(timeout_s, lambda process=process, late=late: (late.set(), process.kill()))
+                timer = threading.Timer(timeout_s, lambda process=process, late=late: (late.set(), kill(process)))
                 timer.start()
                 line = lines.readline().strip()
                 timer.cancel()
@@ -88,9 +90,14 @@ def played(kind: str, names: list[str], timeout_s: float) -> Iterator[tuple[str,
                 yield names.pop(0), line or status
                 if not line:
                     break
-        with contextlib.suppress(OSError):
-            process.kill()
+        kill(process)
         process.wait()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def main() -> int:
