@@ -78,8 +78,9 @@ _TRAIN_WARM = Target(
     seconds=5.0,
     bound="Python: of 7.9 s of CPU time on an Intel Xeon 3.4 were imports (torch 1.4, dynamo and inductor 1.3, Hydra "
     "0.3; `python -X importtime`), 2.6 tracing, inductor's passes and look-ups, the rest settings, an iteration, "
-    "an episode and a checkpoint; tried: what compile_warm_... says, and, since that run, no search for garbage among "
-    "imports, 6.3 -> 4.9 s on an EPYC 26-2, by hand; inductor cannot be had without dynamo",
+    "an episode and a checkpoint; on one of an EPYC 25-17 (6.2 to 7.2 s, by hand) a third imports, a third tracing, a "
+    "seventh inductor's passes and look-ups (cProfile); tried: what compile_warm_... says, and no search for garbage "
+    "among imports, 6.3 -> 4.9 s on an EPYC 26-2, by hand; inductor cannot be had without dynamo",
 )
 
 

@@ -102,7 +102,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=["envpool", "gymnasium"])
     parser.add_argument("names", nargs="*", help="these alone")
     parser.add_argument("--only", default="", help="ids that begin so")
