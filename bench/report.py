@@ -55,8 +55,8 @@ this page says so. Runs of any date are judged by the figures of today. JAX shuf
 and torchpod deals the steps of each environment to the minibatches, cheaper work that is part of what is compared; so
 is that torchpod skips the zeros of Breakout's observations in the first layer (33 of 400 numbers are set), which XLA
 multiplies (without that 75,000 steps/s in place of 150,000 with 1024 environments on an EPYC 25-17, by hand: 1.28 x JAX
-there, the target is 1.3). A time limit is the end of an episode to JAX, as in purejaxrl, while torchpod goes on with
-the value of the last observation; on Pendulum every episode ends so. Until 2026-11-28 Pendulum had the settings of
+there, of 1.3 wanted). A time limit is the end of an episode to JAX, as in purejaxrl, while torchpod goes on with the
+value of the last observation; on Pendulum every episode ends so. Until 2026-11-28 Pendulum had the settings of
 CartPole, with which neither side learned it; its rows on a GPU are of these. The H200's rows of "f6c509a+changes" are
 of the tree that is ec8a455 but for its pages: the machine was handed a working tree, and the last commit it knew was an
 older one. What both sides of a row on a GPU had learned is compared with CartPole alone, 1024 and 4096 environments;

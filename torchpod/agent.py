@@ -47,8 +47,7 @@ class Agent(nn.Module):
     """Agents whose episodes are counted apart from those of their groups: picks them, `[..., N, ...]`, out of a tree by
     group, `[..., N_group, ...]`, with N_group at an axis."""
     max_lag: int | None = 0
-    """How many iterations old the parameters may be that a trajectory was made with; None: as old as they are. With 0
-    neither may a batch be cut into several updates, of which all but the first have newer ones."""
+    """How many iterations old the parameters may be that acted; 0: just those, and a batch is one update; None: any."""
     longest_unroll: int | None = None
     """Steps of an unroll at most, as replay would never give it some of a longer one; None: any."""
     hyperparameters: tuple[str, ...] = ()
