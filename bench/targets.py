@@ -61,17 +61,17 @@ _FIRST = Target(
     ratio=3.0,
     bound="g++, once per machine: torch's header and our own libraries, 16 s on a core of an Intel Xeon, which for JAX "
     "are in its wheel; on one of an EPYC 25-17 the libraries take 8.6 s and the header, which saves every program 1.9, "
-    "6.7; tried there: -O1 for the libraries, 7.0 s in place of 8.6, no debug information, nothing; left: wheels that "
-    "hold them, each for one processor",
+    "6.7; tried there: -O1 for the libraries, 7.0 s in place of 8.6, no debug information, nothing; the header beside "
+    "tracing, which helps two cores (30 to 26 s) and not one; left: wheels that hold them, each for one processor",
 )
 _WARM = Target(
     seconds=5.0,
     bound="Python: on a core of an EPYC 25-17, where the same start takes 2.4 to 3 s, 63 % of the time from the agent "
     "on is tracing, 27 inductor's passes and look-ups (cProfile); on an Intel Xeon, with the imports before it, half "
-    "is tracing, a quarter imports, a quarter the rest; the EPYC 25-1, whose core has 0.64 to 0.78, by run, of the "
-    "speed of one of 25-17, ran the code of 2026-11-26 beside a load of 1.3 and 2.8, and was not had since; tried: "
-    "garbage collections and searches left out (quicker.py), no iteration that is thrown away (docs/design.md, "
-    "section 4)",
+    "is tracing, a quarter imports, a quarter the rest; of the EPYC 25-1, whose core has 0.64 to 0.78, by run, of the "
+    "speed of one of 25-17, that makes 3.1 to 4.7 s; the rest was not profiled there: it had a load of 1.3 and 2.8, "
+    "JAX took 1.1 s in place of 0.5, the code was of 2026-11-25, and it was not had since; tried: garbage collections "
+    "and searches left out (quicker.py), no iteration that is thrown away (docs/design.md, section 4)",
 )
 
 _TRAIN_WARM = Target(

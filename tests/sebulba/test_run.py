@@ -736,7 +736,7 @@ def test_an_environment_that_fails_in_a_long_compiled_update_ends_the_run_within
     wait_for_rows(1, process)
     began = time.monotonic()
     _, error = process.communicate(timeout=60)
-    assert time.monotonic() - began < 0.9 * seconds_of_an_update()
+    assert time.monotonic() - began < min(10.0, 0.9 * seconds_of_an_update())
     assert error.startswith("Traceback") and process.returncode == 1
     message = error.splitlines()[-1]
     assert re.search("torchpod: error: actor thread . failed: .*LookupError: no way on", message)

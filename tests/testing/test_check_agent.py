@@ -283,7 +283,7 @@ def coupled_gradient(agent, out, batch):
         (Global, "act() must be a function of its arguments; two equal calls differ in result[0].extras['noise']."),
         (CountsCalls, "act() must be a function of its arguments; two equal calls differ in"),
         (CountsInSilence, "act() must keep nothing on self, but in its state; it wrote self.calls."),
-        (FromTheFuture, "max_lag must be a number of updates, at least 0, or None for no limit; it is -1."),
+        (FromTheFuture, "max_lag must be a number of iterations, at least 0, or None for no limit; it is -1."),
         (AlwaysExplores, "act(explore=False) must not be random: two keys gave two actions."),
         (
             act_with(

@@ -53,7 +53,7 @@ class SebulbaConfig:
     """The pools of an actor are stepped by the same threads, as many as all of them would have, which have other
     work while the actor decides for one: EnvPool's asynchronous mode, in a fixed order."""
     lag: int | Literal["free"] = 1
-    """Unroll n is done with the parameters after n - lag updates, so that runs repeat to the bit; "free": with the
+    """Unroll n is done with the parameters after n - lag iterations, so that runs repeat to the bit; "free": with the
     newest there are."""
     refresh: Literal["unroll", "step"] = "unroll"
     """When an actor looks for newer parameters. "step" needs lag "free"; `policy_age` is then that of the first step of

@@ -149,7 +149,7 @@ def _check_groups(agent: Agent) -> dict[str, list[str]]:
     """Parameter names per optimizer group."""
     require(
         agent.max_lag is None or agent.max_lag >= 0,
-        f"max_lag must be a number of updates, at least 0, or None for no limit; it is {agent.max_lag}.",
+        f"max_lag must be a number of iterations, at least 0, or None for no limit; it is {agent.max_lag}.",
     )
     prefixes = agent.optimizer_groups()
     groups: dict[str, list[str]] = {group: [] for group in prefixes}
