@@ -311,9 +311,11 @@ def least(case: Case, details: Details, peak: Gpu) -> tuple[floor.Floor, float, 
         num_flops = steps * details["env_flops"]
         for policy in details["policies"]:
             rows, size = steps * policy["agents"], policy["observation_size"]
-            stored = ENV_NUMBERS - floor.ROW_NUMBERS if case.mode == "env_only" else 0
-            num_bytes += floor.moved_bytes(rows, epochs, size + stored, 0.0)
-            num_flops += floor.flops(rows, epochs, policy["layers"], size) if case.mode != "env_only" else 0.0
+            if case.mode == "env_only":
+                num_bytes += 4 * rows * (size + ENV_NUMBERS)
+            else:
+                num_bytes += floor.moved_bytes(rows, epochs, size, 0.0)
+                num_flops += floor.flops(rows, epochs, policy["layers"], size)
     tf32 = bool(details.get("tf32"))
     return floor.floor(details["kernels"], num_bytes, num_flops, gpu=peak, tf32=tf32), num_bytes, num_flops
 

@@ -286,8 +286,10 @@ def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, Callable[[], st
     settings = {"vec_isa": pick_vec_isa(), "device_type": "cpu", "include_pytorch": True, "shared": True}
     options = CppTorchDeviceOptions(**settings, extra_flags=flags)
     command_line = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
-    to_precompile = CppTorchDeviceOptions(**settings, precompiling=True)  # here, where what it reads is as it is to be
-    header = functools.cache(lambda: gxx.precompiled(command_line, to_precompile)) if config[-1] else None
+    header = None
+    if config[-1]:
+        to_precompile = CppTorchDeviceOptions(**settings, precompiling=True)  # reads the config, as it is now
+        header = functools.cache(lambda: gxx.precompiled(command_line, to_precompile))
     made_of = command_line, gxx.versions(), gxx.processor(), _VECTORS, Path(__file__).read_text()
     return options, header, repr(made_of)
 

@@ -101,7 +101,7 @@ class Program:
         else:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited = time.perf_counter() - began
-        with span("update"), unless((lambda: None) if last else self._exchange.failure):
+        with span("update"), contextlib.nullcontext() if last else unless(self._exchange.failure):
             update = self._sebulba.fill if number < self.fill_iterations else self._update
             trajectory = merge(items, self._sebulba.device)
             if self._sebulba.replay and not self._checked:

@@ -80,15 +80,11 @@ def played(kind: str, names: list[str], timeout_s: float) -> Iterator[tuple[str,
                 timer.start()
                 line = lines.readline().strip()
                 timer.cancel()
-                status = (
-                    f"timeout: {timeout_s:g} s"
-                    if late.is_set()
-                    else f"died: status {process.wait()}"
-                    if not line
-                    else ""
-                )
-                yield names.pop(0), line or status
-                if not line:
+                if late.is_set():
+                    line = f"timeout: {timeout_s:g} s"
+                ended = late.is_set() or not line
+                yield names.pop(0), line or f"died: status {process.wait()}"
+                if ended:
                     break
         kill(process)
         process.wait()
