@@ -9,7 +9,7 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= 2
 # More overrides, e.g. make train ARGS="num_envs=64 compile=false"; make test ARGS="-k vtrace".
 ARGS ?=
-# Of benchmarks; all of them, agents anakin brax envs losses lowered multiagent population replay reuse scaling sebulba (and gpu), take over four hours.
+# Of benchmarks; all of them, agents anakin brax envs learning losses lowered multiagent population replay reuse scaling sebulba (and gpu), take over five hours.
 SUITES ?= anakin
 
 VENV := .venv

@@ -16,10 +16,8 @@ if __name__ == "bench":
 SUITES = {
     name: name
     for name in (
-        *("agents", "anakin", "brax", "envs", "gpu", "losses", "lowered", "multiagent", "population", "replay"),
-        "reuse",
-        "scaling",
-        "sebulba",
+        *("agents", "anakin", "brax", "envs", "gpu", "learning", "losses", "lowered", "multiagent", "population"),
+        *("replay", "reuse", "scaling", "sebulba"),
     )
 }
 

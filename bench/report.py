@@ -35,7 +35,8 @@ HEADER = """# Benchmarks
 
 Written by `torchpod bench report` from `bench/results/`; do not edit. A ratio is torchpod over its peer in the same run
 on the same cores, with the smallest and the largest of the rounds in brackets: above 1 torchpod is better, except for
-seconds, memory and launches, where below 1 is. Rates are environment steps per second, without compilation, the median
+seconds, memory and launches, where below 1 is (of suite `learning`: of what both gained over a random policy, with the
+interval that holds 95 % of other such seeds). Rates are environment steps per second, without compilation, the median
 over the rounds. What changed is the ratio by more than 10 %, or, measured without a peer, the value by more than 20.
 
 A target that is met beside a peer below its figure proves less: that peer was slower than it is known to be on a
@@ -361,4 +362,4 @@ def _number(value: float | None, unit: str) -> str:
         return "-"
     if unit == "s":
         return f"{value:.1f} s" if value >= LEAST_SECONDS else f"{1e3 * value:.0f} ms"
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.2g}"
