@@ -3,6 +3,7 @@
 Returns are sums of raw rewards up to the true game over, whatever clipping or episodic life the agent trained with.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,22 +74,32 @@ class Evaluator:
         each = num_episodes if pure else num_envs or num_episodes
         self._rounds = [*zip(*(random.split(k, num_episodes).split(each) for k in random.split(key, 2)), strict=True)]
 
-    def __call__(self, variables: Variables) -> Evaluation:
-        """Plays with these parameters and buffers, which have a leading P axis if there is a population."""
-        return pytree.tree_map(lambda *parts: torch.cat(parts, -1), *(self._play(variables, *k) for k in self._rounds))
+    def __call__(self, variables: Variables, failure: Callable[[], Exception | None] = lambda: None) -> Evaluation:
+        """Plays.
+
+        Args:
+          variables: parameters and buffers, with a leading P axis if there is a population.
+          failure: what has failed elsewhere meanwhile; asked in every step, and raised.
+        """
+        parts = (self._play(variables, failure, *keys) for keys in self._rounds)
+        return pytree.tree_map(lambda *xs: torch.cat(xs, -1), *parts)
 
     def prepare(self, variables: Variables) -> None:
         """Compiles what a call needs: plays one step."""
         with torch.no_grad():
             self._step(variables, *self._begin(*self._rounds[0]))
 
-    def _play(self, variables: Variables, env_keys: Tensor, actor_keys: Tensor) -> Evaluation:
+    def _play(
+        self, variables: Variables, failure: Callable[[], Exception | None], env_keys: Tensor, actor_keys: Tensor
+    ) -> Evaluation:
         """One episode per key, all at once."""
         with torch.no_grad():
             carry, env_keys, actor_keys, score = self._begin(env_keys, actor_keys)
             for i in range(1, 2 * self._max_steps + 1):  # between two resets there is a transition
                 carry, score = self._step(variables, carry, env_keys, actor_keys, score)
                 looks = i % 32 == 0 or i == self._max_steps or not self._env.traits.pure
+                if (failed := failure()) is not None:
+                    raise failed
                 if looks and bool((score.finished | (score.lengths >= self._max_steps)).all()):
                     break
         return score

@@ -1,5 +1,6 @@
 """Evaluations of a run, in training and at its end: when one is due, what plays, and what metrics.jsonl has of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,11 @@ class Judge:
         if self._config.evaluation.every is not None and self._env.traits.pure:
             self._made("an evaluation in training").prepare(self._moved(variables))
 
-    def evaluate(self, variables: dict[str, Tensor], when: str) -> Evaluation:
-        """Plays the episodes of the run's seed, always the same."""
-        return self._made(when)(self._moved(variables))
+    def evaluate(
+        self, variables: dict[str, Tensor], when: str, failure: Callable[[], Exception | None] = lambda: None
+    ) -> Evaluation:
+        """Plays the episodes of the run's seed, always the same; raises what `failure` returns meanwhile."""
+        return self._made(when)(self._moved(variables), failure)
 
     def _moved(self, variables: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: x.to(self._device) for name, x in variables.items()}
@@ -77,9 +80,11 @@ class Judge:
             )
         return self._evaluator
 
-    def row(self, variables: dict[str, Tensor], iteration: int) -> dict[str, Any]:
+    def row(
+        self, variables: dict[str, Tensor], iteration: int, failure: Callable[[], Exception | None]
+    ) -> dict[str, Any]:
         """What metrics.jsonl has of it: means over episodes, in a population one for each member."""
-        found = self.evaluate(variables, "an evaluation in training")
+        found = self.evaluate(variables, "an evaluation in training", failure)
         self._last = iteration
         parts = {"eval_return": found.returns, "eval_length": found.lengths}
         parts |= {f"eval_return/{name}": x for name, x in found.groups.items()}

@@ -354,13 +354,13 @@ def _train(
         what = f"the evaluation after iteration {number}" if evaluating else f"iteration {number + 1}"
         return LearnerError(f"{what} failed: {sentence(error)}")
 
-    def evaluated() -> None:
-        """Evaluates, and writes a row, if it is time."""
+    def evaluated(failure: Callable[[], Exception | None] = lambda: None) -> None:
+        """Evaluates, and writes a row, if it is time; raises what fails in the loop meanwhile."""
         nonlocal evaluating
         iteration = int(state.iteration.flatten()[0])
         if logger is not None and judge.is_due(iteration):
             evaluating = True
-            found = judge.row(loop.learner.acting(state.learner, state.iteration), iteration)
+            found = judge.row(loop.learner.acting(state.learner, state.iteration), iteration, failure)
             logger.write({"iteration": iteration, "env_steps": state.env_steps.tolist(), **found})
             evaluating = False
 
@@ -400,7 +400,7 @@ def _train(
                 if stopping:
                     break
                 stop.watch()
-                evaluated()
+                evaluated(*([program.failure] if isinstance(loop, Sebulba) else []))
             # Asked again: a signal may have come while the last checkpoint was written.
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")

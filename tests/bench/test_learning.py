@@ -51,6 +51,7 @@ def test_gains_are_compared_by_means_and_an_interval_that_holds_the_true_ratio_n
     rng, held = np.random.default_rng(), 0
     for _ in range(100):
         row = learning.compared(row_of(rng.normal(24, 5, 40), rng.normal(25, 5, 40)), 5.0)
+        assert row.interval and row.peer and row.value and row.ratio
         low, high = row.interval
         assert low < row.ratio < high and row.ratio == pytest.approx((row.value - 5) / (row.peer["value"] - 5))
         held += low < 19 / 20 < high

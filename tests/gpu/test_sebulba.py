@@ -93,7 +93,7 @@ def test_the_learner_asks_the_device_once_in_an_iteration_whether_its_gradients_
     """With an environment on the device, in the main thread: what acts and what learns is seen."""
     sebulba = make("ppo", SebulbaConfig(num_actor_threads=0, lag=0), compiled=True, host=False)
     program = Program(sebulba, sebulba.init(0))
-    program.begin()
+    program.begin(sebulba.num_iterations)
     try:
         for _ in range(2):
             program()

@@ -198,7 +198,7 @@ def test_environments_that_come_back_late_are_closed_once_by_whoever_is_second()
         actor.produce = lambda exchange, number, over=over: over.wait(10) and exchange.newest()
         exchange = Exchange([actor.phases], lag=0, capacity=1, timeout_s=60.0)
         exchange.close()
-        actor.begin(exchange, 0)
+        actor.begin(exchange, 0, 1)
         threading.Timer(5e-4, over.set).start()
         for left in actor.join(time.perf_counter() + 5e-6 * i):
             cast(Any, left).close()

@@ -44,6 +44,7 @@ STEPS = 4 * 8
 ENVIRONMENT = '''
 import hashlib
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -90,11 +91,25 @@ class Stuck(Corridor):
         if self.count == 150:
             self.stop("training")
         rows = Path("run/metrics.jsonl")
-        if self.count == 0 and rows.is_file() and rows.stat().st_size > 0:  # of an evaluation: others moved before
+        judging = rows.is_file() and rows.stat().st_size > 0
+        if self.count == 0 and judging:  # of an evaluation: others moved before
             self.stop("judging")
+        if self.where == "acting" and judging:
+            self.act()
         if any(Path("run").glob("checkpoints/0*")):
             self.stop("evaluation")
         return super().step(action)
+
+    def act(self):
+        """In the main thread, an evaluation that has no end; in an actor's, stops when that has begun."""
+        if threading.current_thread() is threading.main_thread():
+            Path("begun").touch()
+            self.position = 0
+            time.sleep(0.1)
+        else:
+            while not Path("begun").exists():
+                time.sleep(0.01)
+            self.stop("acting")
 
     def stop(self, where):
         if where == self.where and self.how == "fails":
@@ -802,6 +817,15 @@ def test_an_environment_that_fails_in_an_evaluation_in_training_ends_the_run(cap
     told = "torchpod: error: Stuck failed in an evaluation in training: LookupError: no way on."
     assert error == f"{told} Iteration 2 is saved; go on with resume=run"
     assert numbers_of_rows() == [1, 2]
+
+
+def test_an_actor_that_fails_during_an_evaluation_in_training_ends_the_run(capsys):
+    began, env = time.monotonic(), ("env=corridor.py:Stuck", "+env.where=acting", "+env.how=fails")
+    assert train(*env, *JUDGED, f"evaluation.every={STEPS}") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    told = r"torchpod: error: actor thread \d failed: LookupError: no way on\."
+    assert re.fullmatch(f"{told} Iteration 1 is saved; go on with resume=run", error)
+    assert numbers_of_rows() == [1] and time.monotonic() - began < 30
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_the_updates_of_a_batch_see_its_environments_in_order_each_once(seed, mo
 
     state = sebulba.init(seed)
     program = Program(sebulba, state)
-    program.begin()
+    program.begin(sebulba.num_iterations)
     try:
         monkeypatch.setattr(sebulba.learner, "update", spy)
         program()

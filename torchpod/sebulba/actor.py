@@ -1,7 +1,6 @@
 """An actor: a share of the environments, stepped in a thread of its own."""
 
 import contextlib
-import itertools
 import signal
 import threading
 import time
@@ -184,12 +183,13 @@ class Actor:
         self._handed: Handed | None = None
         self._variables: Variables = {}
         self._thread: threading.Thread | None = None
+        self._until = 0
         self._ending = threading.Lock()
         self._ended, self._abandoned = True, False  # who comes second of the thread and `join` closes the environments
 
-    def begin(self, exchange: Exchange, first: int) -> None:
-        """Starts the thread at unroll `first`."""
-        self._ended = False
+    def begin(self, exchange: Exchange, first: int, until: int) -> None:
+        """Starts the thread at unroll `first`; the last one is that before `until`."""
+        self._ended, self._until = False, until
         self._thread = threading.Thread(
             target=self._run, args=(exchange, first), name=f"torchpod-actor-{self.index}", daemon=True
         )
@@ -234,7 +234,7 @@ class Actor:
                         recorder.add(*pool.recv())
                     if t > 0 or begun is None:
                         pool.send(self._taken(newest if self._refresh else handed))
-            if self._thread is not None and all(pool.splits for pool in self.pools):
+            if number + 1 < self._until and all(pool.splits for pool in self.pools):
                 self._begun = exchange.known(number + 1)
             for pool, recorder in zip(self.pools, recorders, strict=True):
                 recorder.add(*pool.recv())
@@ -263,7 +263,7 @@ class Actor:
         torch.set_num_threads(1)  # of this thread: more are slower by far when cores are shared
         try:
             with stream_of_its_own(self.device):
-                for number in itertools.count(first):
+                for number in range(first, self._until):
                     items = self.produce(exchange, number)
                     with span("put"):
                         exchange.put(self.index, items)

@@ -68,15 +68,15 @@ class Program:
         """Whether all gradients so far were finite."""
         self._threaded = sebulba.config.num_actor_threads > 0
 
-    def begin(self) -> None:
-        """Starts the actor threads, if there are to be any."""
+    def begin(self, until: int) -> None:
+        """Starts the actor threads, if there are to be any, for the iterations up to that one."""
         wait_for(
             self._sebulba.device, *self._sebulba.actor_devices
         )  # their streams know nothing of what was done so far
         for actor in self._actors:
             actor.phases.take()  # what was compilation is no time of the actor's
             if self._threaded:
-                actor.begin(self._exchange, self._iteration)
+                actor.begin(self._exchange, self._iteration, until)
 
     @property
     def env_steps(self) -> int:
@@ -92,8 +92,8 @@ class Program:
         priorities = pytree.tree_map(torch.clone, self._state.priorities)  # the next iteration writes to them
         return self._state._replace(carry=self._carry, older=self._sebulba.older(versions), priorities=priorities)
 
-    def __call__(self, *, last: bool = False) -> dict[str, Tensor]:
-        """One iteration; returns its metrics. Of the `last` what actors do meanwhile does not matter."""
+    def __call__(self) -> dict[str, Tensor]:
+        """One iteration; returns its metrics."""
         number, began, occupancy = self._iteration, time.perf_counter(), self._exchange.occupancy()
         if self._threaded:
             with span("get"):
@@ -101,7 +101,7 @@ class Program:
         else:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited = time.perf_counter() - began
-        with span("update"), contextlib.nullcontext() if last else unless(self._exchange.failure):
+        with span("update"), unless(self.failure):
             update = self._sebulba.fill if number < self.fill_iterations else self._update
             trajectory = merge(items, self._sebulba.device)
             if self._sebulba.replay and not self._checked:
@@ -121,6 +121,10 @@ class Program:
             "inference_batches_per_s": len(items) * self._sebulba.unroll_length / took,
         } | _shares([item.seconds for item in items])
         return metrics | {name: torch.tensor(float(value)) for name, value in told.items()}
+
+    def failure(self) -> Exception | None:
+        """What an actor has failed with, if one has; the next iteration raises it."""
+        return self._exchange.failure()
 
     @property
     def trajectory(self) -> Trajectory:
@@ -168,13 +172,13 @@ def train(
     compile_s = time.perf_counter() - began if sebulba.compiler.enabled else 0.0
     try:
         sebulba.begun = True
-        program.begin()
+        program.begin(until)
         while iteration < until:
             began, history = time.perf_counter(), []
             count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
             filling = max(0, program.fill_iterations - iteration)  # reported with the first that learns
             for _ in range(min(filling + count, until - iteration)):
-                history.append(program(last=iteration + 1 >= until))
+                history.append(program())
                 iteration += 1
                 if not program.healthy:
                     raise NonFiniteError(iteration, program.trajectory)
