@@ -50,6 +50,7 @@ class Case(NamedTuple):
 
 
 PPO = ("algo=ppo", "algo.unroll_length=128")
+TAG = "experiment=ia2c_tag_gridworld"
 CASES = (
     Case("ppo_cartpole", (*PPO, "env=cartpole"), 1024, 32),
     Case("ppo_pendulum", (*PPO, "env=pendulum"), 1024, 32),
@@ -59,7 +60,8 @@ CASES = (
     Case("sac_pendulum", ("experiment=sac_pendulum", "algo.replay.capacity=8192"), 64, 8),
     Case("r2d2_memory_chain", ("experiment=r2d2_memory_chain", "algo.replay.capacity=8192"), 64, 8),
     Case("impala_catch", ("experiment=impala_catch",), 64, 8),
-    Case("ia2c_tag_gridworld", ("experiment=ia2c_tag_gridworld",), 2000, 16),
+    Case("ia2c_tag_gridworld", (TAG,), 2000, 16),
+    Case("ia2c_tag_gridworld_1000", (TAG, "env.num_taggers=999", "env.use_full_observation=false"), 64, 2),
 )
 
 

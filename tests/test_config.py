@@ -165,6 +165,7 @@ def refused(overrides: list[str]) -> str:
         ("algo=pppo", "algo=pppo is not known; did you mean ppo or ippo or mappo?"),
         ("env=cartpol", "env=cartpol is not known; did you mean cartpole"),
         ("experiment=carpole", "experiment=carpole is not known; did you mean cartpole or dqn_cartpole?"),
+        ("loss=RNDLoss", "loss=RNDLoss cannot be used here: it is of a bonus, not of a policy."),
         ("loop=anakim", "loop=anakim is not known; did you mean anakin?"),
         ("logger=wandb", "logger=wandb is not known; known: default."),
         ("env.max_steps=3", "env.max_steps is no setting; did you mean env.max_episode_steps"),
