@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchpod.agent import Agent
 from torchpod.algos.multi_agent import MASK, Policies
-from torchpod.interop.unfit import UNSUPPORTED, for_actions
+from torchpod.interop.unfit import UNSUPPORTED, for_actions, unsupported
 from torchpod.nets import MLP
 from torchpod.nets.nets import STATE
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
@@ -439,7 +439,7 @@ def parts(spec: EnvSpec, config: LossConfig) -> Parts:
     import torchrl.objectives
 
     if config.loss in UNSUPPORTED:
-        raise ValueError(f"loss={config.loss} cannot be used here: {UNSUPPORTED[config.loss]}.")
+        raise ValueError(unsupported(config.loss))
     if config.loss not in LOSSES:
         raise ValueError(f"loss={config.loss} is not known; use one of {', '.join(sorted(LOSSES))}.")
     if not hasattr(torchrl.objectives, config.loss):

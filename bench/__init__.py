@@ -28,10 +28,10 @@ HAVE_PARTS = tuple(name for name in SUITES if name not in ("reuse", "scaling"))
 def main(argv: Sequence[str]) -> int:
     """Runs `torchpod bench SUITE [--json FILE] [--quick] [--only NAME]` or `torchpod bench report`.
 
-    The exit status is 1 if a side failed, a peer was slower than its stated figure, the two sides did unequal work, a
-    row missed its target, or, unless with `--json` or `--quick`, was better by more than a tenth when it was last
-    measured on such a machine (a fifth without a peer); 2 if nothing was measured, for want of a GPU. SIGTERM ends a
-    suite with its workers.
+    The exit status is 1 if a side failed, a peer was slower than its stated figure, the two sides did unequal work or
+    learned unlike each other, a row missed its target, or, unless with `--json` or `--quick`, was better by more than a
+    tenth when it was last measured on such a machine (a fifth without a peer); 2 if nothing was measured, for want of a
+    GPU. SIGTERM ends a suite with its workers.
 
     Raises:
       ValueError: if an option is not for this suite, or its results could not be written; before anything is measured.

@@ -35,9 +35,9 @@ HEADER = """# Benchmarks
 
 Written by `torchpod bench report` from `bench/results/`; do not edit. A ratio is torchpod over its peer in the same run
 on the same cores, with the smallest and the largest of the rounds in brackets: above 1 torchpod is better, except for
-seconds, memory and launches, where below 1 is (of suite `learning`: of what both gained over a random policy, with the
-interval that holds 95 % of other such seeds). Rates are environment steps per second, without compilation, the median
-over the rounds. What changed is the ratio by more than 10 %, or, measured without a peer, the value by more than 20.
+seconds, memory and launches, where below 1 is (of suite `learning`: of what both gained over a random policy, with its
+95 % interval). Rates are environment steps per second, without compilation, the median over the rounds. What changed is
+the ratio by more than 10 %, or, measured without a peer, the value by more than 20.
 
 A target that is met beside a peer below its figure proves less: that peer was slower than it is known to be on a
 machine of this speed, which is a failure of its own, below the table. "x the ... stated" is our rate over what JAX did

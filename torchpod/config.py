@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchpod import algos, configs
 from torchpod.algos.torchrl import without_effect
 from torchpod.hints import nearest
-from torchpod.interop.unfit import UNSUPPORTED
+from torchpod.interop.unfit import UNSUPPORTED, unsupported
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.sebulba import SebulbaConfig
@@ -469,10 +469,10 @@ def _check_override(override: str, base: Sequence[str]) -> None:
     if key in GROUPS:
         if not _known(override):
             value = override.partition("=")[2]
+            if key == "loss" and value in UNSUPPORTED:
+                raise ConfigError(unsupported(value))
             more = f" A class of your own is {key}=path/to/file.py:Class." if key in ("algo", "env") else ""
             more = " `torchpod list losses` says which losses there are, and why not others." if key == "loss" else more
-            if key == "loss" and value in UNSUPPORTED:
-                raise ConfigError(f"loss={value} cannot be used here: {UNSUPPORTED[value]}.")
             raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{more}")
     elif not override.startswith("+") and key.startswith("members."):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")

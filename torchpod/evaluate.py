@@ -79,7 +79,7 @@ class Evaluator:
 
         Args:
           variables: parameters and buffers, with a leading P axis if there is a population.
-          failure: what has failed elsewhere meanwhile; asked in every step, and raised.
+          failure: returns what has failed elsewhere, or None; asked in every step, and what it returns is raised.
         """
         parts = (self._play(variables, failure, *keys) for keys in self._rounds)
         return pytree.tree_map(lambda *xs: torch.cat(xs, -1), *parts)
@@ -97,9 +97,9 @@ class Evaluator:
             carry, env_keys, actor_keys, score = self._begin(env_keys, actor_keys)
             for i in range(1, 2 * self._max_steps + 1):  # between two resets there is a transition
                 carry, score = self._step(variables, carry, env_keys, actor_keys, score)
-                looks = i % 32 == 0 or i == self._max_steps or not self._env.traits.pure
                 if (failed := failure()) is not None:
                     raise failed
+                looks = i % 32 == 0 or i == self._max_steps or not self._env.traits.pure
                 if looks and bool((score.finished | (score.lengths >= self._max_steps)).all()):
                     break
         return score

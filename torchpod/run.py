@@ -400,7 +400,7 @@ def _train(
                 if stopping:
                     break
                 stop.watch()
-                evaluated(*([program.failure] if isinstance(loop, Sebulba) else []))
+                evaluated(program.failure) if isinstance(loop, Sebulba) else evaluated()
             # Asked again: a signal may have come while the last checkpoint was written.
             if stopping or stop.agree(False)[0]:
                 raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")

@@ -105,8 +105,8 @@ def test_the_next_unroll_is_begun_before_the_last_is_handed_over_if_its_paramete
             exchange.publish(2, variables)
             exchange.publish(3, variables)
     whole = T * ["send", "recv"]
-    # Unroll 1 needs version 0, which is there when unroll 0 ends; unroll 2 needs one that comes
-    # later, as does unroll 3; no unroll follows on that.
+    # Unroll 1 needs version 0, which is there when unroll 0 ends; those of unrolls 2 and 3 come later. Version 3 is
+    # there when unroll 3 ends, and yet no step of an unroll 4 is sent: there is none.
     assert unrolls == {0: [*whole, "send"], 1: whole[1:], 2: whole, 3: whole}
     assert begun == [0, 0, 1, 2]
 

@@ -94,19 +94,20 @@ class Stuck(Corridor):
         judging = rows.is_file() and rows.stat().st_size > 0
         if self.count == 0 and judging:  # of an evaluation: others moved before
             self.stop("judging")
-        if self.where == "acting" and judging:
-            self.act()
+        if self.where == "acting":
+            self.act(judging)
         if any(Path("run").glob("checkpoints/0*")):
             self.stop("evaluation")
         return super().step(action)
 
-    def act(self):
-        """In the main thread, an evaluation that has no end; in an actor's, stops when that has begun."""
+    def act(self, judging):
+        """In the main thread an evaluation has no end; an actor's second unroll waits until that has begun."""
         if threading.current_thread() is threading.main_thread():
-            Path("begun").touch()
-            self.position = 0
-            time.sleep(0.1)
-        else:
+            if judging:
+                Path("begun").touch()
+                self.position = 0
+                time.sleep(0.1)
+        elif self.count > 8:
             while not Path("begun").exists():
                 time.sleep(0.01)
             self.stop("acting")

@@ -38,6 +38,11 @@ UNSUPPORTED = {
 """Losses of TorchRL's that `LossAgent` cannot train, and why."""
 
 
+def unsupported(loss: str) -> str:
+    """The sentence about one of them."""
+    return f"loss={loss} cannot be used here: {UNSUPPORTED[loss]}."
+
+
 class Watched:
     """A context that sees modules at work: what networks wrote, and where an error came from.
 

@@ -66,10 +66,11 @@ class Program:
         self._checked = False
         self.healthy = bool(state.learner.healthy)
         """Whether all gradients so far were finite."""
-        self._threaded = sebulba.config.num_actor_threads > 0
+        self._threaded, self._until = sebulba.config.num_actor_threads > 0, 0
 
     def begin(self, until: int) -> None:
-        """Starts the actor threads, if there are to be any, for the iterations up to that one."""
+        """Starts the actor threads, if there are to be any, for the iterations before that one."""
+        self._until = until
         wait_for(
             self._sebulba.device, *self._sebulba.actor_devices
         )  # their streams know nothing of what was done so far
@@ -96,6 +97,8 @@ class Program:
         """One iteration; returns its metrics."""
         number, began, occupancy = self._iteration, time.perf_counter(), self._exchange.occupancy()
         if self._threaded:
+            if number >= self._until:
+                raise RuntimeError(f"Actors were begun for the iterations before {self._until}; begin with more.")
             with span("get"):
                 items = self._exchange.collect()
         else:
@@ -123,7 +126,7 @@ class Program:
         return metrics | {name: torch.tensor(float(value)) for name, value in told.items()}
 
     def failure(self) -> Exception | None:
-        """What an actor has failed with, if one has; the next iteration raises it."""
+        """What an actor has failed with, or that it hangs; None if all is well. The next iteration raises it."""
         return self._exchange.failure()
 
     @property
