@@ -57,16 +57,17 @@ and torchpod deals the steps of each environment to the minibatches, cheaper wor
 is that torchpod skips the zeros of Breakout's observations in the first layer (33 of 400 numbers are set), which XLA
 multiplies (without that 75,000 steps/s in place of 150,000 with 1024 environments on an EPYC 25-17, by hand: 1.28 x JAX
 there, of 1.3 wanted). A time limit is the end of an episode to JAX, as in purejaxrl, while torchpod goes on with the
-value of the last observation; on Pendulum every episode ends so. Until 2026-11-28 Pendulum had the settings of
-CartPole, with which neither side learned it; its rows on a GPU are of these. "+changes" is a working tree that no
-commit names: by their times the H200's rows of "f6c509a+changes" are of what ec8a455 holds, committed 15 minutes later
-with nothing but a benchmark's and pages' lines since the commit before. Of these rows the returns of CartPole alone
-were compared, with 1024 and 4096 environments; those of the last round stand in the note of what had too few steps, and
-the suite compares Pendulum to 4096 and Breakout with 1024 since 2026-11-28. Of the H200 shares of time outside
-environments with 1024 and 4096 environments of CartPole and Pendulum are too low: there the unroll is one kernel. On a
-GPU torchpod's networks use tanh.approx.f32 (relative error 2^-11) where products are in TF32; JAX's jnp.tanh is
-float32's. tests/bench/test_jax_ppo.py holds equal: parameters, gradients and settings, steps and ends of CartPole and
-Pendulum, advantages, clip, Adam and annealing.
+value of the last observation; on Pendulum every episode ends so. What both sides learn all the same is compared over
+many seeds by suite `learning`, on a CPU. Until 2026-11-28 Pendulum had the settings of CartPole, with which neither
+side learned it; its rows on a GPU are of these. "+changes" is a working tree that no commit names: by their times the
+H200's rows of "f6c509a+changes" are of what ec8a455 holds, committed 15 minutes later with nothing but a benchmark's
+and pages' lines since the commit before. Of these rows the returns of CartPole alone were compared, with 1024 and 4096
+environments; those of the last round stand in the note of what had too few steps, and the suite compares Pendulum to
+4096 and Breakout with 1024 since 2026-11-28. Of the H200 shares of time outside environments with 1024 and 4096
+environments of CartPole and Pendulum are too low: there the unroll is one kernel. On a GPU torchpod's networks use
+tanh.approx.f32 (relative error 2^-11) where products are in TF32; JAX's jnp.tanh is float32's.
+tests/bench/test_jax_ppo.py holds equal: parameters, gradients and settings, steps and ends of CartPole and Pendulum,
+advantages, clip, Adam and annealing.
 
 Medians hide that rows on two cores fall apart where something else uses one of them, for OpenMP's threads wait for each
 other spinning: one call of CartPole with 1024 did 14,125 steps/s on 2026-11-28, where JAX slowed down 1.5 x, and the
