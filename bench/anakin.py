@@ -34,18 +34,22 @@ class Case(NamedTuple):
     cores: int = 1
     peer: str = "jax"
     """Or "rejax", PPO that others wrote: it must not be faster than jax_ppo.py."""
+    dense: bool = False
+    """Without leaving out the zeros of observations, which XLA multiplies: the same operations on both sides."""
 
     @property
     def name(self) -> str:
         """Of its row."""
         work = MODES[self.mode] if self.peer == "jax" else self.peer
-        return f"{work}_{self.env}/{self.num_envs}" + (f" on {self.cores} cores" if self.cores > 1 else "")
+        env = f"{self.env}_dense" if self.dense else self.env
+        return f"{work}_{env}/{self.num_envs}" + (f" on {self.cores} cores" if self.cores > 1 else "")
 
 
 MODES = {"env_only": "env_only", "policy": "env_policy", "update": "ppo"}
 CASES = (
     *(Case(num_envs, mode) for num_envs in (4, 64, 1024, 4096, 16384, 65536) for mode in MODES),
     *(Case(num_envs, env="minatar_breakout") for num_envs in (64, 1024)),
+    *(Case(num_envs, env="minatar_breakout", dense=True) for num_envs in (64, 1024)),
     Case(1024, env="pendulum"),
     *(Case(num_envs, cores=2) for num_envs in (4, 64, 1024, 4096)),
     *(Case(num_envs, env="minatar_breakout", cores=2) for num_envs in (64, 1024)),
@@ -150,7 +154,8 @@ def main(
         row = with_floor(row, case, a, max(c[FIGURES.product] for c in calibrations))
         rows.append(row)
         print(describe(row), flush=True)
-        if case.mode == "update" and case.cores == 1 and case.peer == "jax" and case.num_envs <= 4096:
+        compiles = case.mode == "update" and case.peer == "jax" and not case.dense
+        if compiles and case.cores == 1 and case.num_envs <= 4096:
             colds, firsts = ([], []) if quick else starts_again((ours, peer), case, rounds, pinned)
             new = compile_rows(make, case.name, (ours, peer), [results, *colds], firsts)
             failures += [f"compile_first_{case.name}: {first}" for first in firsts if isinstance(first, WorkerError)]
@@ -236,7 +241,7 @@ def case_arguments(case: Case, repeats: int, *, learn: bool, seed: int) -> list[
     arguments += ["--threads", case.cores, "--iterations", iterations, "--repeats", repeats]
     if learn and case.mode == "update":
         arguments += ["--warmup", LEARN_ITERATIONS[case.env].get(case.num_envs, 0)]
-    return [str(x) for x in (*arguments, "--seed", seed, "--json")]
+    return [str(x) for x in (*arguments, "--seed", seed, "--json", *(["--dense"] if case.dense else []))]
 
 
 def starts_again(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchpod import random
+from torchpod import mlp, random
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
@@ -409,12 +409,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--population", type=int, default=1, help="members, aggregate rates")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dense", action="store_true", help="multiply the zeros of observations too, on a CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: captured, in TF32")
     parser.add_argument("--eager", action="store_true", help="compile nothing, for tests")
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the output is always JSON")
     parser.add_argument("--profile", action="store_true", help="a table of programs, on a GPU of kernels, on stderr")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high" if args.device == "cuda" else "highest")
+    if args.dense:
+        mlp.LOOKS_FROM = sys.maxsize
     on_gpu = args.device == "cuda"
     compiler = (Clock if args.profile and not on_gpu else Compiler)(not args.eager, args.population)
     warmup_calls = max(1, -(-args.warmup // args.iterations))

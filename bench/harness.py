@@ -490,7 +490,8 @@ def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
 def unequal_returns(ours: Sequence[Measurement], peer: Sequence[Measurement]) -> list[str]:
     """Where both sides learned, and one to much less than the other in the mean of all rounds, a sentence.
 
-    Rounds have seeds of their own, and one seed says little: PPO on Breakout ends between 16 and 41 on either side.
+    Rounds have seeds of their own, and one seed says little: PPO on Breakout with 64 environments ends between 16 and
+    41 on either side (105 iterations).
     """
     first = peer[0]
     if first["mode"] != "update":

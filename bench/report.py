@@ -35,9 +35,10 @@ HEADER = """# Benchmarks
 
 Written by `torchpod bench report` from `bench/results/`; do not edit. A ratio is torchpod over its peer in the same run
 on the same cores, with the smallest and the largest of the rounds in brackets: above 1 torchpod is better, except for
-seconds, memory and launches, where below 1 is (of suite `learning`: of what both gained over a random policy, with its
-95 % interval). Rates are environment steps per second, without compilation, the median over the rounds. What changed is
-the ratio by more than 10 %, or, measured without a peer, the value by more than 20.
+seconds, memory and launches, where below 1 is. Rates are environment steps per second, without compilation, the median
+over the rounds. What changed is the ratio by more than 10 %, or, measured without a peer, the value by more than 20.
+Rows of suite `learning` are mean returns; their ratio is of what both gained over a random policy, with its 95 %
+interval, worked out anew from the stored returns where a row is older than b894910; no change of them is looked for.
 
 A target that is met beside a peer below its figure proves less: that peer was slower than it is known to be on a
 machine of this speed, which is a failure of its own, below the table. "x the ... stated" is our rate over what JAX did
@@ -55,19 +56,18 @@ JAX does not reach pinned to one core of an EPYC 25-17: it does 0.6 to 0.8 of th
 this page says so. Runs of any date are judged by the figures of today. JAX shuffles all T x B rows, as purejaxrl does,
 and torchpod deals the steps of each environment to the minibatches, cheaper work that is part of what is compared; so
 is that torchpod skips the zeros of Breakout's observations in the first layer (33 of 400 numbers are set), which XLA
-multiplies (without that 75,000 steps/s in place of 150,000 with 1024 environments on an EPYC 25-17, by hand: 1.28 x JAX
-there, of 1.3 wanted). A time limit is the end of an episode to JAX, as in purejaxrl, while torchpod goes on with the
-value of the last observation; on Pendulum every episode ends so. What both sides learn all the same is compared over
-many seeds by suite `learning`, on a CPU. Until 2026-11-28 Pendulum had the settings of CartPole, with which neither
-side learned it; its rows on a GPU are of these. "+changes" is a working tree that no commit names: by their times the
-H200's rows of "f6c509a+changes" are of what ec8a455 holds, committed 15 minutes later with nothing but a benchmark's
-and pages' lines since the commit before. Of these rows the returns of CartPole alone were compared, with 1024 and 4096
-environments; those of the last round stand in the note of what had too few steps, and the suite compares Pendulum to
-4096 and Breakout with 1024 since 2026-11-28. Of the H200 shares of time outside environments with 1024 and 4096
-environments of CartPole and Pendulum are too low: there the unroll is one kernel. On a GPU torchpod's networks use
-tanh.approx.f32 (relative error 2^-11) where products are in TF32; JAX's jnp.tanh is float32's.
-tests/bench/test_jax_ppo.py holds equal: parameters, gradients and settings, steps and ends of CartPole and Pendulum,
-advantages, clip, Adam and annealing.
+multiplies (rows `..._dense` multiply them too). A time limit is the end of an episode to JAX, as in purejaxrl, while
+torchpod goes on with the value of the last observation; on Pendulum every episode ends so. What both sides learn all
+the same is compared over many seeds by suite `learning`, on a CPU. Until 2026-11-28 Pendulum had the settings of
+CartPole, with which neither side learned it; its rows on a GPU are of these. "+changes" is a working tree that no
+commit names: by their times the H200's rows of "f6c509a+changes" are of what ec8a455 holds, committed 15 minutes later
+with nothing but a benchmark's and pages' lines since the commit before. Of these rows the returns of CartPole alone
+were compared, with 1024 and 4096 environments; those of the last round stand in the note of what had too few steps, and
+the suite compares Pendulum to 4096 and Breakout with 1024 since 2026-11-28. Of the H200 shares of time outside
+environments with 1024 and 4096 environments of CartPole and Pendulum are too low: there the unroll is one kernel. On a
+GPU torchpod's networks use tanh.approx.f32 (relative error 2^-11) where products are in TF32; JAX's jnp.tanh is
+float32's (CartPole's and Pendulum's; Breakout's networks have relu). tests/bench/test_jax_ppo.py holds equal:
+parameters, gradients and settings, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
 
 Medians hide that rows on two cores fall apart where something else uses one of them, for OpenMP's threads wait for each
 other spinning: one call of CartPole with 1024 did 14,125 steps/s on 2026-11-28, where JAX slowed down 1.5 x, and the
@@ -239,18 +239,19 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     found = dict.fromkeys(f"{name} {version}" for row in latest["rows"] for name, version in row["versions"].items())
     versions = [x for x in found if not any(y.startswith(f"{x}+") for y in found)]
     took = f", took {latest['wall_s'] / 60:.1f} min" if "wall_s" in latest else ""  # told since 2026-11-26
+    part = "A part of the suite, " if latest.get("only") else ""  # there is no whole run
     lines = [
         f"## {latest['suite']} on {machine['name']}",
         "",
-        f"{device}. {latest['date'][:10]}, commit {latest['commit']}, load average {latest['load_average'][0]:.2f}"
-        + took
+        f"{device}. {part}{latest['date'][:10]}, commit {latest['commit']}, "
+        + f"load average {latest['load_average'][0]:.2f}{took}"
         + (f"; one core multiplies {products}. " if products else ". ")
         + ", ".join(versions)
         + ".",
         "",
     ]
     if parts := [_part(run, latest["calibration_gflops"]) for run in latest["parts"]]:
-        lines += [f"Parts of it since then: {'; '.join(parts)}.", ""]
+        lines += [f"{'Other parts' if part else 'Parts of it since then'}: {'; '.join(parts)}.", ""]
     targets = TARGETS.get(latest["suite"], {})
     if targets:
         lines += ["| row | torchpod | peer | ratio | target | note |", "|---|--:|--:|--:|---|---|"]
@@ -363,4 +364,6 @@ def _number(value: float | None, unit: str) -> str:
         return "-"
     if unit == "s":
         return f"{value:.1f} s" if value >= LEAST_SECONDS else f"{1e3 * value:.0f} ms"
+    if unit == "return":
+        return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.2g}"

@@ -205,7 +205,7 @@ void add_rows(long rows, long ld, const float* from, float* to) {
 // --- Inputs that are mostly zero, such as boards of bits ------------------------------------------------------------
 
 // From so many inputs on it is worth a look which of them are zero, and then leaving these out, if three in four are.
-constexpr long WIDE = 64, DENSE_FROM = 4;
+constexpr long WIDE = TORCHPOD_WIDE, DENSE_FROM = 4;  // the first is of mlp.py
 
 // What is not zero in the rows of a tile: columns and values, row after row.
 struct Sparse {

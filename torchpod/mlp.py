@@ -35,6 +35,9 @@ MANY_INPUTS = 64
 SHARED_BYTES = 227 * 1024
 """Of a block of threads, that a GPU must have: what an H100 and an H200 have."""
 
+LOOKS_FROM = 64
+"""With so many inputs a CPU looks which of them are zero, and leaves these out if three in four are."""
+
 FUSED: set[tuple[int, ...]] = set()
 """Of the networks that were fused in this process, the sizes from inputs to outputs: for those who report speed."""
 
@@ -103,7 +106,7 @@ torch.library.register_fake(
 def load(device: str = "cpu") -> None:
     """Compiles the operators, for a CPU once per machine, and loads them."""
     if device == "cpu":
-        library("cpu_mlp.cpp", "-fno-math-errno", "-ffp-contract=fast")
+        library("cpu_mlp.cpp", "-fno-math-errno", "-ffp-contract=fast", f"-DTORCHPOD_WIDE={LOOKS_FROM}")
     else:
         implement_in_triton(device)
 

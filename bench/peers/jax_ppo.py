@@ -616,6 +616,7 @@ def main() -> None:
     parser.add_argument("--deal", action="store_true", help="each environment deals its own steps, as in torchpod")
     parser.add_argument("--population", type=int, default=1, help="members, aggregate rates")
     parser.add_argument("--threads", type=int, default=1, help="of torch; ignored here, where the cores decide")
+    parser.add_argument("--dense", action="store_true", help="ignored here: XLA multiplies zeros like other numbers")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true", help="print the JSON line instead of a sentence")
     args = parser.parse_args()

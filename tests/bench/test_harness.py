@@ -142,6 +142,13 @@ def test_a_peer_below_its_scaled_figure_fails_the_bench_with_one_sentence(tmp_pa
     assert "ppo_cartpole/64: jax did 2,000 env steps/s, below 2,025" in capsys.readouterr().err
 
 
+def test_rows_that_leave_out_no_zeros_have_names_of_their_own():
+    case = Case(64, env="minatar_breakout")
+    assert (case.name, case._replace(dense=True).name) == ("ppo_minatar_breakout/64", "ppo_minatar_breakout_dense/64")
+    found = [anakin.case_arguments(case._replace(dense=dense), 1, learn=True, seed=0) for dense in (False, True)]
+    assert found[1] == [*found[0], "--dense"]
+
+
 def test_another_environment_is_other_work(tmp_path, fake):
     arguments = anakin.case_arguments(Case(64), 1, learn=True, seed=0)
     m = harness.run_worker(fake("jax", 2000), arguments, core=None, cache_dir=tmp_path, timeout_s=60)
