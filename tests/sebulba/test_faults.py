@@ -264,7 +264,8 @@ def test_pools_that_share_threads_are_closed_while_steps_are_under_way(seed, mon
 def test_an_actor_that_fails_while_an_update_goes_on_ends_the_run_within_seconds(seed, fault, message, monkeypatch):
     monkeypatch.setattr("torchpod.watched.GRACE_S", 1.0)
     env = Broken(fault, hang_s=30, at=12)  # in the second unroll; the third waits for the update
-    sebulba = make(SebulbaConfig(timeout_s=0.5), env=env)
+    # Of two actors one might fail before the other has handed over its first unroll.
+    sebulba = make(SebulbaConfig(num_actor_threads=1, timeout_s=0.5), env=env)
     state, updates, before = sebulba.init(seed), [], sebulba.update
 
     def update(*args):
