@@ -100,7 +100,9 @@ class Brax:
         return timestep
 
     def close(self) -> None:
-        """Lets go of the state."""
+        """Waits for a step that is under way, for a process that ends meanwhile is aborted, and lets go of the state."""
+        if self._pending is not None:
+            _wait_for(self._pending[1])
         self._batch = self._pending = self._first = None
 
     def limited(self, max_episode_steps: int) -> "Brax":
@@ -236,10 +238,14 @@ def _compiled(env: Any, limit: int, action_repeat: int) -> _Programs:
 
 def _timestep(observation: Any, columns: Any) -> TimeStep:
     """Waits for the arrays of JAX, and takes their memory."""
-    for array in columns:
-        array.block_until_ready()  # they come from one program, and are ready together
+    _wait_for(columns)
     step_type, reward, discount, last = map(torch.from_dlpack, columns)
     return TimeStep(step_type, reward, discount, _tensors(observation), {"raw_reward": reward, "game_over": last})
+
+
+def _wait_for(columns: Any) -> None:
+    for array in columns:
+        array.block_until_ready()  # they come from one program, and are ready together
 
 
 def _tensors(observation: Any) -> Tree:

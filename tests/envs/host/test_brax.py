@@ -180,6 +180,17 @@ def test_a_class_in_a_file_is_an_environment(tmp_path):
     assert (env.spec.name, env.spec.max_episode_steps) == ("Walk", 9)
 
 
+def test_closing_waits_for_a_step_that_is_under_way(walk):
+    """A process that ends while XLA computes is aborted."""
+    env = Brax(walk, action_repeat=200_000, episode_length=10**9)
+    env.init(keys(2))
+    env.send(torch.zeros(2, 1))
+    columns = env._pending[1]
+    assert not columns[0].is_ready()
+    env.close()
+    assert all(x.is_ready() for x in columns)
+
+
 def test_what_cannot_be_made_or_stepped_is_refused():
     env = Brax("fast")
     for call in (lambda: env.send(torch.zeros(2, 1)), env.recv):
