@@ -100,7 +100,7 @@ class Brax:
         return timestep
 
     def close(self) -> None:
-        """Waits for a step that is under way, for a process that ends meanwhile is aborted, and lets go of the state."""
+        """Waits for a step that is under way, for a process that ends meanwhile is aborted; lets go of the state."""
         if self._pending is not None:
             _wait_for(self._pending[1])
         self._batch = self._pending = self._first = None
