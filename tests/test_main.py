@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from tests.sebulba.test_run import session_of
+from tests.sebulba.commands import session_of
 from torchpod import checkpoint
 from torchpod.config import load
 from torchpod.main import main

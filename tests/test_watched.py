@@ -1,4 +1,4 @@
-"""What hangs in the main thread; tests/sebulba/test_run.py has whole runs."""
+"""What hangs in the main thread; tests/sebulba/test_ends.py has whole runs."""
 
 import ctypes
 import subprocess
