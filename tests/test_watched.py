@@ -29,6 +29,24 @@ with watched.watching("the valley has not answered", 0.1):
 """
 
 
+ENDED = """
+import multiprocessing, os, subprocess, time
+
+def work(pipe):
+    os.setpgrp()
+    subprocess.Popen(["sleep", "300"])
+    pipe.send("begun")
+    time.sleep(300)
+
+ours, theirs = multiprocessing.get_context("fork").Pipe()
+multiprocessing.get_context("fork").Process(target=work, args=(theirs,), daemon=True).start()
+print(ours.recv(), flush=True)
+from torchpod.watched import end_process
+
+end_process(3)
+"""
+
+
 def test_a_block_that_takes_too_long_is_ended_by_a_sentence():
     began = time.monotonic()
     with pytest.raises(HostError, match="the valley has not answered for 0.1 s; if it may take so long, raise"):
@@ -89,6 +107,12 @@ def test_a_block_that_hears_nothing_ends_the_process_with_the_sentence():
     *stack, error = result.stderr.splitlines()
     assert (result.returncode, error) == (1, f"torchpod: error: {message}")
     assert stack[0] == "Stack of the thread that hangs (most recent call last):" and len(stack) < 4  # told once
+
+
+def test_a_process_that_is_ended_takes_with_it_what_its_workers_have_started():
+    # The last child has standard error as well: it is gone, too, when that is read to its end.
+    result = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "begun\n", "")
 
 
 class Stuck(HostEnv):

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,7 +34,9 @@ CLOSE_GRACE_S = 10.0
 NEXT_CLOSE_S = 0.5
 """And the others, once one of them has hung: a run that failed is to end within seconds, however many there are."""
 _LOOK_S = 0.2
-"""Between two looks of the watchdog."""
+"""Between two looks of the watchdog, and of the clock."""
+_STOOD_STILL_S = 1.0
+"""A look that comes so late shows that the process was stopped, unless it has worked meanwhile."""
 
 
 class HostError(RuntimeError):
@@ -107,37 +110,71 @@ def end_process(status: int) -> NoReturn:
     with contextlib.suppress(Exception):
         for process in multiprocessing.active_children():
             with contextlib.suppress(Exception):
+                if process.pid is not None:
+                    os.killpg(process.pid, signal.SIGKILL)  # with what it has started, if it leads a group
+            with contextlib.suppress(Exception):
                 process.kill()
     os._exit(status)
 
 
-class StoodStill:
-    """Tells a watchdog for how long its process was stopped (Ctrl-Z, a frozen container): nobody is blamed for that.
+class _Clock:
+    """Knows when the process was stopped (Ctrl-Z, a frozen container): nobody is blamed for that.
 
-    Args:
-      every_s: between two looks, as a rule.
+    A thread looks at the time, so that no gap between two questions is taken for a stop.
     """
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s, self._last = every_s, (time.monotonic(), time.process_time())
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may ask while its thread does
+        self._thread: threading.Thread | None = None
+        self._last = 0.0, 0.0
+        self._stops: deque[tuple[float, float]] = deque(maxlen=100)  # when each ended, and how long it was
 
-    def look(self) -> float:
-        """Seconds since the last look, if it comes five times too late and the process has hardly worked; or 0."""
-        now = time.monotonic(), time.process_time()
+    def start(self) -> None:
+        """Does something once."""
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._last = time.perf_counter(), time.process_time()
+                self._thread = threading.Thread(target=self._run, name="torchpod-clock", daemon=True)
+                self._thread.start()
+
+    def waited_s(self, since: float) -> float:
+        """Seconds since a moment, by `time.perf_counter`, without those in which the process was stopped."""
+        self.start()
+        with self._lock:
+            self._look()  # if the process has just gone on, the thread may not have looked yet
+            return time.perf_counter() - since - sum(length for end, length in self._stops if end > since)
+
+    def _look(self) -> None:
+        now = time.perf_counter(), time.process_time()
         away, worked = (a - b for a, b in zip(now, self._last, strict=True))
         self._last = now
-        return away if away > 5 * self._every_s and worked < away / 2 else 0.0
+        if away > _STOOD_STILL_S and worked < away / 2:
+            self._stops.append((now[0], away))
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                self._look()
+
+
+CLOCK = _Clock()
 
 
 class _Block(NamedTuple):
     """Something that the main thread waits for."""
 
     message: str
-    deadline: float
-    """By `time.monotonic`."""
+    since: float
+    """By `time.perf_counter`."""
+    timeout_s: float
     grace_s: float
     failure: Callable[[], Exception | None] = lambda: None
     """What has failed elsewhere, since when the block has `GRACE_S` left."""
+
+    def late_s(self) -> float:
+        """How long it goes on after its time-out; negative before."""
+        return CLOCK.waited_s(self.since) - self.timeout_s
 
 
 class _Watchdog:
@@ -151,29 +188,27 @@ class _Watchdog:
     def start(self) -> None:
         """To be called in the main thread; does something once."""
         if self._thread is None or not self._thread.is_alive():
+            CLOCK.start()
             # A signal that nothing else uses. Unlike what threads can do, it ends a wait of the main thread.
             signal.signal(signal.SIGVTALRM, self._give_up)
             self._thread = threading.Thread(target=self._run, name="torchpod-watchdog", daemon=True)
             self._thread.start()
 
     def _give_up(self, number: int, frame: Any) -> None:
-        if self.now is not None and time.monotonic() >= self.now.deadline:
+        if self.now is not None and self.now.late_s() >= 0:
             raise self.now.failure() or HostError(self.now.message)
 
     def _run(self) -> None:
-        told, main, clock = None, threading.main_thread().ident or 0, StoodStill(_LOOK_S)
+        told, main = None, threading.main_thread().ident or 0
         while True:
             time.sleep(_LOOK_S)
-            if (away := clock.look()) > 0:
-                with self.lock:
-                    if self.now is not None:
-                        self.now = self.now._replace(deadline=self.now.deadline + away)
-            block, now = self.now, time.monotonic()
-            if block is not None and math.isinf(block.deadline) and block.failure() is not None:
+            if (block := self.now) is None:
+                continue
+            if math.isinf(block.timeout_s) and block.failure() is not None:
                 with self.lock:
                     if self.now is block:
-                        self.now = block._replace(deadline=now + GRACE_S)
-            if block is None or now < block.deadline:
+                        self.now = block._replace(since=time.perf_counter(), timeout_s=GRACE_S)
+            if (late_s := block.late_s()) < 0:
                 continue
             if block is not told:
                 if block.message:
@@ -182,7 +217,7 @@ class _Watchdog:
                     if self.now is block:
                         signal.pthread_kill(main, signal.SIGVTALRM)
                 told = block
-            elif now > block.deadline + block.grace_s and self.now is block:
+            elif late_s > block.grace_s and self.now is block:
                 with contextlib.suppress(Exception):
                     print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
                 end_process(1)
@@ -206,7 +241,7 @@ def watching(
     """
     advice = advice or f"if it may take so long, raise loop.timeout_s={timeout_s:g}"
     message = f"{what} for {timeout_s:g} s; {advice}."
-    return _waiting(_Block(message, time.monotonic() + timeout_s, grace_s))
+    return _waiting(_Block(message, time.perf_counter(), timeout_s, grace_s))
 
 
 def unless(failure: Callable[[], Exception | None]) -> contextlib.AbstractContextManager[None]:
@@ -217,7 +252,7 @@ def unless(failure: Callable[[], Exception | None]) -> contextlib.AbstractContex
     Args:
       failure: returns it. Called from another thread.
     """
-    return _waiting(_Block("", math.inf, math.inf, failure))
+    return _waiting(_Block("", time.perf_counter(), math.inf, math.inf, failure))
 
 
 @contextlib.contextmanager

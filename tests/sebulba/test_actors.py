@@ -15,6 +15,7 @@ from tests.sebulba.runs import LEARNER, Apart, B, T, make, run
 from tests.zygote import wait_until
 from torchpod.algos.impala import IMPALA
 from torchpod.algos.ppo import PPO
+from torchpod.compile import span
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.transforms import RewardClip, StickyAction
@@ -143,6 +144,17 @@ def test_a_step_of_a_tensor_environment_is_one_range_for_profilers(seed, happene
         program.close()
     step = ["torchpod/step", "torchpod/act", "end", "torchpod/env_step", "end", "end"]
     assert happened["torchpod-actor-0"] == [*T * step, "torchpod/put", "end"]
+
+
+def test_ranges_are_nvtx_ranges_where_there_is_cuda(monkeypatch):
+    happened = []
+    monkeypatch.setattr("torchpod.compile._PROFILE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", happened.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: happened.append("end"))
+    with pytest.raises(LookupError), span("act"):
+        raise LookupError
+    assert happened == ["torchpod/act", "end"]
 
 
 def test_profilers_see_what_every_thread_does(seed, happened, monkeypatch):

@@ -30,6 +30,7 @@ from torchpod.envs.host import Gymnasium
 from torchpod.main import main
 from torchpod.makers import make_env
 from torchpod.run import execute
+from torchpod.stop import Interrupted
 from torchpod.watched import HostError, Watched, close_all
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -274,6 +275,24 @@ def test_a_run_that_cannot_begin_to_log_leaves_no_worker(tmp_path, monkeypatch):
     assert multiprocessing.active_children() == [] and caught.tb is not None
 
 
+def test_a_signal_between_the_first_reset_and_the_first_iteration_stops_a_run_and_closes_its_environments(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    env, closed = Gymnasium("CartPole-v1", processes=True), []
+    monkeypatch.setattr(Gymnasium, "close", lambda self, close=Gymnasium.close: closed.append(self) or close(self))
+
+    def logger(*_):
+        signal.raise_signal(signal.SIGTERM)
+        return pytest.fail("the run went on")
+
+    monkeypatch.setattr("torchpod.run._logger", logger)
+    with pytest.raises(Interrupted, match="stopped by SIGTERM without a new checkpoint"):
+        execute(load([*SMALL, "run_dir=run"]), env=env)
+    assert env in closed and multiprocessing.active_children() == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("where", ["reset", "check"])
 @pytest.mark.slow
@@ -292,7 +311,7 @@ def test_a_signal_that_an_environment_in_c_code_does_not_hear_ends_its_process(s
     wait_until(Path("sleeps").exists, 60)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=15)
-    assert error == "torchpod: stopped before it began\n" and process.returncode == 130
+    assert error == "torchpod: stopped before or after its training\n" and process.returncode == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -345,8 +364,10 @@ def test_a_signal_in_an_evaluation_in_training_stops_the_run_within_seconds(star
 def test_a_signal_to_all_processes_of_a_run_stops_it_like_any(start, number):
     process = start("env=gymnasium", "env.processes=true", "total_env_steps=1_000_000", "run_dir=run")
     wait_for_rows(3, process)
+    began = time.monotonic()
     os.killpg(process.pid, number)
     _, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
     saved = int(checkpoint.latest(Path("run")).name)
     assert (process.returncode, error) == (130, f"torchpod: stopped at iteration {saved}; go on with resume=run\n")
     assert group_is_empty(process)

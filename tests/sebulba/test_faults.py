@@ -131,26 +131,42 @@ def test_the_time_in_which_the_process_stands_still_is_none_in_an_environment(mo
     assert 2.4 < time.perf_counter() - began < 10
 
 
-@pytest.mark.parametrize(
-    ("doing", "timeout_s", "killed"), [("environment", 60, 0), ("inference", 0, 0), ("environment", 0, 1)]
-)
-def test_worker_processes_are_killed_if_the_thread_hangs_in_its_environments_alone(
-    doing, timeout_s, killed, monkeypatch
-):
+def test_an_actor_hangs_too_if_nobody_has_asked_for_a_while():
+    """As in an evaluation between whose steps seconds go by: that is not the process standing still."""
+    phases = Phases("env")
+    exchange = Exchange([phases], lag=0, capacity=1, timeout_s=0.5)
+    phases.enter("environment")
+    assert exchange.failure() is None
+    time.sleep(3)
+    assert "has waited 3 s for a step of its env environments" in str(exchange.failure())
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_worker_processes_are_killed_if_the_thread_does_not_end_in_time(in_time, monkeypatch):
     kills, over = [], threading.Event()
     monkeypatch.setattr(
         "torchpod.sebulba.actor.signal_group", lambda process, number: kills.append((process.pid, number)) or over.set()
     )
     worker = SimpleNamespace(pid=7)
-    options = {"length": 1, "refresh": False, "workers": [worker], "timeout_s": timeout_s}
-    actor = Actor(0, [], Phases("env"), torch.device("cpu"), **options)
-    actor._thread = threading.Thread(target=over.wait, args=(10,))
+    actor = Actor(0, [], Phases("env"), torch.device("cpu"), length=1, refresh=False, workers=[worker])
+    actor._thread = threading.Thread(target=over.wait, args=(0.1 if in_time else 60,))
     actor._thread.start()
-    actor.phases.enter(doing)
-    actor.join(time.perf_counter() + 0.1)
-    assert kills == [(7, signal.SIGKILL)] * killed and actor._thread.is_alive() != killed
-    over.set()
-    actor._thread.join()
+    actor.join(time.perf_counter() + (10 if in_time else 0.1))
+    assert kills == [(7, signal.SIGKILL)] * (not in_time) and not actor._thread.is_alive()
+
+
+def test_an_actor_whose_thread_cannot_start_leaves_its_environments_to_be_closed(monkeypatch):
+    pool, phases = SimpleNamespace(env="env", carry=None), Phases("env")
+    exchange = Exchange([phases], lag=0, capacity=1, timeout_s=60.0)
+    actor = Actor(0, [cast(Pool, pool)], phases, torch.device("cpu"), length=1, refresh=False, workers=[])
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", start)
+        actor.begin(exchange, 0, 1)
+    assert actor.join(time.perf_counter()) == ["env"]
 
 
 def test_worker_processes_that_hang_are_ended_with_the_thread_that_waits_for_them(seed):
@@ -193,8 +209,8 @@ def test_environments_that_come_back_late_are_closed_once_by_whoever_is_second()
         over = threading.Event()
         env = SimpleNamespace(close=lambda i=i: closed.append(i), spec=SimpleNamespace(name="env"))
         pool = SimpleNamespace(env=env, carry=None)
-        options = {"length": 1, "refresh": False, "workers": [], "timeout_s": 60.0}
-        actor = Actor(0, [cast(Pool, pool)], Phases("env"), torch.device("cpu"), **options)
+        phases = Phases("env")
+        actor = Actor(0, [cast(Pool, pool)], phases, torch.device("cpu"), length=1, refresh=False, workers=[])
         actor.produce = lambda exchange, number, over=over: over.wait(10) and exchange.newest()
         exchange = Exchange([actor.phases], lag=0, capacity=1, timeout_s=60.0)
         exchange.close()

@@ -161,7 +161,6 @@ class Actor:
       length: T of an unroll.
       refresh: take the newest parameters before every step, not once per unroll.
       workers: processes that step its environments.
-      timeout_s: an actor that has been in its environments for longer hangs.
     """
 
     def __init__(
@@ -174,10 +173,9 @@ class Actor:
         length: int,
         refresh: bool,
         workers: list[BaseProcess],
-        timeout_s: float,
     ) -> None:
         self.index, self.pools, self.phases, self.device = index, pools, phases, device
-        self._length, self._refresh, self._workers, self._timeout_s = length, refresh, workers, timeout_s
+        self._length, self._refresh, self._workers = length, refresh, workers
         self._begun: tuple[int, Handed] | None = None
         """The version for the next unroll, if its first step has been sent."""
         self._handed: Handed | None = None
@@ -189,24 +187,30 @@ class Actor:
 
     def begin(self, exchange: Exchange, first: int, until: int) -> None:
         """Starts the thread at unroll `first`; the last one is that before `until`."""
-        self._ended, self._until = False, until
-        self._thread = threading.Thread(
+        self._until = until
+        thread = threading.Thread(
             target=self._run, args=(exchange, first), name=f"torchpod-actor-{self.index}", daemon=True
         )
-        self._thread.start()
+        self._ended = False
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more
+            self._ended = True
+            raise
+        self._thread = thread
 
     def join(self, deadline: float) -> list[Env]:
         """Waits for the thread, if there is one; returns the environments to close, unless the thread is still in them.
 
-        It closes them itself when it comes back. If it hangs, its worker processes are killed, which ends it if it
-        waits for one of them.
+        It closes them itself when it comes back. Its worker processes are killed if it does not in time, with what
+        they have started: a run that is over leaves nothing behind, and a thread that waits for one of them ends.
 
         Args:
           deadline: until when to wait, by `time.perf_counter`.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.perf_counter()))
-            if self._thread.is_alive() and self._workers and self.phases.in_environment_s() > self._timeout_s:
+            if self._thread.is_alive() and self._workers:
                 for process in self._workers:
                     with contextlib.suppress(ValueError):  # the environment has closed it
                         signal_group(process, signal.SIGKILL)
@@ -228,10 +232,10 @@ class Actor:
         recorders = [Recorder(pool.carry) for pool in self.pools]
         with torch.no_grad():
             for t in range(self._length):
-                newest = exchange.newest()  # ends a run that is over within a step, not within an unroll
                 for pool, recorder in zip(self.pools, recorders, strict=True):
                     if t > 0:
                         recorder.add(*pool.recv())
+                    newest = exchange.newest()  # ends a run that is over within a step, not within an unroll
                     if t > 0 or begun is None:
                         pool.send(self._taken(newest if self._refresh else handed))
             if number + 1 < self._until and all(pool.splits for pool in self.pools):

@@ -10,12 +10,12 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchpod.sebulba.transfer import Handed
-from torchpod.watched import StoodStill, sentence, tell_stack
+from torchpod.watched import CLOCK, sentence, tell_stack
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-_WATCH_S = 0.5  # between two looks at the watchdog
+_WATCH_S = 0.5  # between two looks at the actors
 
 
 class ActorError(RuntimeError):
@@ -42,9 +42,9 @@ class Phases:
         self._seconds: dict[str, float] = {}
 
     def in_environment_s(self) -> float:
-        """How long it has been in its environments; 0 if it does something else."""
+        """How long it has been in its environments, while the process was not stopped; 0 if it does something else."""
         doing, since = self.now
-        return time.perf_counter() - since if doing == "environment" else 0.0
+        return CLOCK.waited_s(since) if doing == "environment" else 0.0
 
     def enter(self, name: str) -> None:
         """Ends the phase that was, begins another."""
@@ -91,9 +91,7 @@ class Exchange:
         self._versions: dict[int, Handed] = {}
         self._failure: ActorError | None = None
         self._closed = False
-        self._clock = StoodStill(_WATCH_S)
-        self._stops: deque[tuple[float, float]] = deque(maxlen=100)
-        """When the process went on after it had stood still, and for how long it had."""
+        CLOCK.start()
 
     # The learner's side.
 
@@ -198,13 +196,8 @@ class Exchange:
         return max(over or self._versions)
 
     def _found_hanging(self) -> ActorError | None:
-        now = time.perf_counter()
-        if (away := self._clock.look()) > 0:
-            self._stops.append((now, away))
         for actor, phases in enumerate(self._phases):
-            waited = phases.in_environment_s()
-            waited -= sum(away for end, away in self._stops if end > now - waited)
-            if waited > self._timeout_s:
+            if (waited := phases.in_environment_s()) > self._timeout_s:
                 tell_stack(phases.thread)
                 self._failure = ActorError(
                     f"actor thread {actor} has waited {waited:.0f} s for a step of its {phases.environment} "

@@ -104,16 +104,17 @@ class Program:
         else:
             items = [item for actor in self._actors for item in actor.produce(self._exchange, number)]
         waited = time.perf_counter() - began
-        with span("update"), unless(self.failure):
-            update = self._sebulba.fill if number < self.fill_iterations else self._update
-            trajectory = merge(items, self._sebulba.device)
-            if self._sebulba.replay and not self._checked:
-                self._sebulba.replay.buffer.check_frames(trajectory)  # a captured update does not
-                self._checked = True
-            self._state, metrics = update(self._state, trajectory)
-        self._iteration, self._items = number + 1, items
-        self._publish(number + 1, self._sebulba.learner.acting(self._state.learner, self._state.iteration))
-        self.healthy = bool(self._state.learner.healthy)  # on a GPU, waits for the update
+        with unless(self.failure):
+            with span("update"):
+                update = self._sebulba.fill if number < self.fill_iterations else self._update
+                trajectory = merge(items, self._sebulba.device)
+                if self._sebulba.replay and not self._checked:
+                    self._sebulba.replay.buffer.check_frames(trajectory)  # a captured update does not
+                    self._checked = True
+                self._state, metrics = update(self._state, trajectory)
+            self._iteration, self._items = number + 1, items
+            self._publish(number + 1, self._sebulba.learner.acting(self._state.learner, self._state.iteration))
+            self.healthy = bool(self._state.learner.healthy)  # on a GPU, waits for the update
         ages = [number - item.version for item in items]
         took = time.perf_counter() - began
         told = {
