@@ -7,8 +7,9 @@ games begun again; `rollout`, with networks, sampling and storage; `a2c`, with t
 Rates are environment steps per second, without those that reset; of the sampler, calls times environments, for all that
 an agent chooses: WarpDrive, Lan et al. 2021 (https://arxiv.org/abs/2108.13976), calls it for each choice. In the note:
 agent steps per second, memory, the physical floor, and what WarpDrive reached on an A100, by that paper. The peer is
-one game in NumPy (peers/numpy_games.py) on the same core, whatever the number of environments. Observations are full up
-to 45 agents, beyond that partial. On CUDA, if there is any, what fits in memory side by side compiles at once and is
+one game in NumPy (peers/numpy_games.py) on the same core, whatever the number of environments; `original` rows have the
+same beside NumPy as the classes are written that WarpDrive compares itself with. Observations are full up to 45 agents,
+beyond that partial. On CUDA, if there is any, what fits in memory side by side compiles at once and is
 then measured in turn, the rows of `HEADLINE` first, and a command is over in ten minutes. Read harness.py and served.py
 first.
 """
@@ -19,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -32,6 +33,8 @@ from torchpod.bench.harness import Measured, Row, RowMaker, Worker, WorkerError
 from torchpod.bench.multiagent_worker import CHUNK_ROWS, Details
 from torchpod.bench.served import Job, Wave
 
+ORIGINALS = {"tag_gridworld": "--per-agent", "covid_economy": "--window"}
+"""What has the peer do as the original's own class for the CPU does: agent by agent, or 600 days anew in each."""
 WORK = {"env_only": "env_only", "rollout": "rollout", "update": "a2c", "sampler": "sampler"}
 """Mode of the worker -> beginning of a row's name."""
 MOST_WITH_FULL = 45
@@ -62,6 +65,11 @@ class Case(NamedTuple):
     def has_peer(self) -> bool:
         """Whether there is one in NumPy."""
         return self.mode == "env_only"
+
+    @property
+    def original(self) -> str:
+        """The option of the peer of its second row, on a CPU; "" if it has none."""
+        return ORIGINALS.get(self.game, "") if self.has_peer else ""
 
     @property
     def memory_bytes(self) -> float:
@@ -142,7 +150,11 @@ CUDA_GOALS = {"5/2000": 5.0, "45/2000": 5.0, "a2c_tag_gridworld_1000/2000": 5.0}
 """Times WarpDrive's figure, by how the row's name ends."""
 UNFUSED_GOAL = 2.5
 """Likewise, of 1000 agents whose networks are float32 and not fused."""
-CPU_GOALS = {"env_only_tag_gridworld_5/": 20.0, "env_only_tag_gridworld_1000/": 100.0}
+CPU_GOALS = {
+    "env_only_tag_gridworld_5/": 20.0,
+    "env_only_tag_gridworld_1000/": 100.0,
+    "original_tag_gridworld_1000/": 100.0,
+}
 """Times NumPy on a core, in the best of the rows whose names begin so."""
 
 
@@ -192,10 +204,13 @@ def main(
         core = harness.last_core()
     ours, peer = workers or default_workers()
     load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
-    make, rows, failures = RowMaker(), [], []
+    make, rows, failures, unfused = RowMaker(), [], [], set[str]()
     served = on_gpu(cases, ours, peer, seconds, repeats, rounds, core, deadline) if device == "cuda" else {}
     for case in cases:
-        sides = (ours, peer) if case.has_peer else (ours,)
+        sides = [ours, *([peer] if case.has_peer else [])]
+        original = dataclasses.replace(peer, name=f"{peer.name} as there", command=(*peer.command, case.original))
+        if case.original and device == "cpu":
+            sides.append(original)
         arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
         results = served.get(case) or harness.interleave(sides, arguments, core=core)
         a, b = results[ours.name], results.get(peer.name, [])
@@ -207,14 +222,21 @@ def main(
             details = cast("list[Details]", a)[-1]
             peak = peaks(make, details, calibrations)
             told = notes(case, row, details, peak)
+            if case.mode in LEARNING and details["dtype"] == "float32" and not fused(details):
+                unfused.add(row.name)
             failures += impossible(case, row, details, peak)
             row = dataclasses.replace(row, note="; ".join(filter(None, [*told, row.note])))
         rows.append(row)
         print(describe(row), flush=True)
+        if original in sides:
+            b = results[original.name]
+            failures += [f"{case.name}: {b}"] if isinstance(b, WorkerError) else []
+            rows.append(make.rate(case.name.replace("env_only", "original"), a, b, peer_name=original.name))
+            print(describe(rows[-1]), flush=True)
     return harness.finish(
         "multiagent",
         rows,
-        failures=[*failures, *([] if quick else missed(rows, device))],
+        failures=[*failures, *([] if quick else missed(rows, device, unfused))],
         calibrations=calibrations,
         load_average=load_average,
         json_path=json_path,
@@ -374,12 +396,18 @@ def number_type(details: Details) -> str:
     return details["dtype"] + (" in TF32" if details.get("tf32") else "")
 
 
-def missed(rows: Sequence[Row], device: str) -> list[str]:
-    """One sentence for each goal that was measured and not reached."""
+def missed(rows: Sequence[Row], device: str, unfused: Container[str]) -> list[str]:
+    """One sentence for each goal that was measured and not reached.
+
+    Args:
+      rows: what was measured.
+      device: cpu or cuda.
+      unfused: the names of those whose networks are float32 and not fused.
+    """
     found = []
     for row in rows if device == "cuda" else ():
         goal = next((goal for end, goal in CUDA_GOALS.items() if row.name.endswith(end)), None)
-        if "_1000/" in row.name and "networks not fused, float32" in row.note:
+        if "_1000/" in row.name and row.name in unfused:
             goal = UNFUSED_GOAL
         figure = WARPDRIVE.get(row.name)
         if goal and figure and row.value is not None and row.value < goal * figure:

@@ -14,8 +14,7 @@ PLANNER_BOUNDS = (-0.007381112780421972, -0.0001451095740776509, 0.0021246799733
 class CovidEconomy:
     """Actions of 51 governors, then that of the planner.
 
-    Unemployment remembers in five sums, as in the tensor program: to sum up 600 days anew each day, as the original
-    does, takes NumPy longer.
+    Unemployment remembers in five sums, as in the tensor program.
     """
 
     def __init__(self, max_episode_steps=540):
@@ -77,10 +76,7 @@ class CovidEconomy:
         self.s, self.i = np.maximum(self.s - infections - doses, 0), np.maximum(self.i + infections - ended, 0)
         self.r, self.v = self.r + ended, self.v + doses
 
-        self.sums = self.keeps * self.sums + (level - before)
-        if self.day > WINDOW - START:
-            self.sums -= self.rest * self.changes[self.day + START - WINDOW]
-        self.jobless = (np.logaddexp(0, (self.weights * self.sums).sum(0)) + self.least) / 100
+        self.jobless = (np.logaddexp(0, self.pressure(level, before)) + self.least) / 100
         paid = self.level_of_subsidy * self.subsidy
         working = np.maximum(0.6 - 0.6 * (0.1 * self.i + 0.02 * self.r) - self.jobless, 0)
         self.output = working / self.capacity + paid
@@ -89,6 +85,13 @@ class CovidEconomy:
         planner = (self.share * health).sum(), (self.share * self.output - 1.03 * country).sum()
         reward = np.append(welfare(self.governor, health, self.output), welfare(self.planner, *planner))
         return self.observe(), reward.astype(np.float32), False, self.day == self.limit
+
+    def pressure(self, level, before):
+        """What changes of the level do to employment."""
+        self.sums = self.keeps * self.sums + (level - before)
+        if self.day > WINDOW - START:
+            self.sums -= self.rest * self.changes[self.day + START - WINDOW]
+        return (self.weights * self.sums).sum(0)
 
     def observe(self):
         n, removed = self.size - 1, self.r
@@ -101,6 +104,27 @@ class CovidEconomy:
         seen[:, n:-4], seen[:, -4:] = own.T, common
         governor[:, 1:], planner[:, 1:] = (self.wait == 0)[:, None], since == 0
         return (seen, governor), (np.append(own, common).astype(np.float32)[None], planner)
+
+
+class CovidEconomyWindow(CovidEconomy):
+    """The same, but all changes of 600 days are added up anew each day, in one product, as in the original.
+
+    That is float32, this float64.
+    """
+
+    def __init__(self, max_episode_steps=540):
+        super().__init__(max_episode_steps)
+        self.fading = np.exp(-np.arange(WINDOW - 1, -1, -1) / DECAY_DAYS[:, None])  # [5, 600]
+        self.repeated = np.repeat(self.weights.T[:, :, None], WINDOW, 2)  # [51, 5, 600]
+
+    def reset(self, start=None):
+        self.history = np.concatenate([np.ones((WINDOW - START, self.size - 1)), self.before])  # of 601 days
+        return super().reset(start)
+
+    def pressure(self, level, before):
+        self.history = np.concatenate([self.history[1:], level[None]])
+        changes = self.history[1:] - self.history[:-1]
+        return (changes.T[:, None] * self.repeated * self.fading).sum((1, 2))
 
 
 def welfare(weights, health, output):

@@ -4,6 +4,9 @@ As a user of NumPy would write it: every step is a few operations on arrays of a
 game that is over starts again. Actions are drawn before the clock starts.
 
     taskset -c 0 python bench/peers/numpy_games.py --game tag_gridworld --num-agents 5 --mode env_only --repeats 3
+
+Two variants do what the originals' own classes for the CPU do, which are slower: `--per-agent` Tag as in WarpDrive,
+`--window` the economy as in the AI Economist.
 """
 
 import argparse
@@ -14,16 +17,16 @@ import statistics
 import time
 
 import numpy as np
-from numpy_covid import CovidEconomy
-from numpy_tag import TagContinuous, TagGridWorld
+from numpy_covid import CovidEconomy, CovidEconomyWindow
+from numpy_tag import TagContinuous, TagGridWorld, TagGridWorldPerAgent
 
 
-def make(game, num_agents, full, seed=0):
+def make(game, num_agents, full, seed=0, *, per_agent=False, window=False):
     """As torchpod.bench.multiagent_worker makes it."""
     if game == "tag_gridworld":
-        return TagGridWorld(num_agents - 1, full=full)
+        return (TagGridWorldPerAgent if per_agent else TagGridWorld)(num_agents - 1, full=full)
     if game == "covid_economy":
-        return CovidEconomy()
+        return CovidEconomyWindow() if window else CovidEconomy()
     num_taggers = max(1, num_agents // 10)
     return TagContinuous(num_taggers, num_agents - num_taggers, full=full, seed=seed)
 
@@ -36,12 +39,18 @@ def main():
     parser.add_argument("--num-envs", help="of torchpod; here it is one")
     parser.add_argument("--mode", choices=["env_only"], default="env_only")
     parser.add_argument("--full", action="store_true", help="the full observation")
+    parser.add_argument(
+        "--per-agent", action="store_true", help="tag_gridworld: actions, rewards, observations one by one"
+    )
+    parser.add_argument("--window", action="store_true", help="covid_economy: 600 days are added up anew each day")
     parser.add_argument("--device", help="of torchpod; ignored here")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a timed call, about")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    env = make(args.game, args.num_agents, args.full, args.seed)
+    if args.per_agent and args.game != "tag_gridworld" or args.window and args.game != "covid_economy":
+        parser.error("--per-agent is of tag_gridworld, --window of covid_economy.")
+    env = make(args.game, args.num_agents, args.full, args.seed, per_agent=args.per_agent, window=args.window)
     actions = env.actions(np.random.default_rng(args.seed), 64)
     env.reset()
 
@@ -64,7 +73,7 @@ def main():
     rates = [steps / wall for wall in wall_s]
     work = {"num_envs": 1, "unroll_length": steps, "epochs": 0, "minibatches": 0, "batch_rows": steps, "param_count": 0}
     result = {
-        "framework": "numpy",
+        "framework": "numpy" + " per agent" * args.per_agent + " window" * args.window,
         "mode": args.mode,
         **work,
         "dtype": "float64" if args.game == "covid_economy" else "float32",

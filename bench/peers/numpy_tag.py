@@ -33,9 +33,13 @@ class TagGridWorld:
         self.y = self.x.copy()
         return self.observe()
 
+    def moves(self, action):
+        return self.moves_x[action], self.moves_y[action]
+
     def step(self, action):
         self.time += 1
-        to_x, to_y = self.x + self.moves_x[action], self.y + self.moves_y[action]
+        dx, dy = self.moves(action)
+        to_x, to_y = self.x + dx, self.y + dy
         self.x, self.y = np.clip(to_x, 0, self.length), np.clip(to_y, 0, self.length)
         wall = F(0.1) * ((self.x != to_x) | (self.y != to_y))
         tagged = bool(((self.x[:-1] == self.x[-1]) & (self.y[:-1] == self.y[-1])).any())
@@ -53,6 +57,39 @@ class TagGridWorld:
         seen[:-1, 2], seen[:-1, 3] = x[-1], y[-1]
         nearest = np.argmin((self.x[:-1] - self.x[-1]) ** 2 + (self.y[:-1] - self.y[-1]) ** 2)
         seen[-1, 2], seen[-1, 3] = x[nearest], y[nearest]
+        return seen
+
+
+class TagGridWorldPerAgent(TagGridWorld):
+    """The same game, agent by agent where WarpDrive's class for the CPU goes so: actions, rewards, observations.
+
+    These are dicts by agent. Moves, walls and the tag are arrays over agents there too.
+    """
+
+    MOVES = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
+
+    def moves(self, action):
+        chosen = action.tolist()
+        return np.array([self.MOVES[a][0] for a in chosen]), np.array([self.MOVES[a][1] for a in chosen])
+
+    def step(self, action):
+        seen, reward, *over = super().step(action)
+        return seen, dict(enumerate(reward)), *over
+
+    def observe(self):
+        runner, now = self.size - 1, self.time / self.limit
+        x, y, seen = self.x / F(self.length), self.y / F(self.length), {}
+        if self.full:
+            types = np.array([float(i == runner) for i in range(self.size)])
+            for i in range(self.size):
+                own = np.zeros(self.size)
+                own[i] = 1
+                seen[i] = np.concatenate([x, y, types, own, [now]], dtype=F)
+            return seen
+        nearest = np.argmin((self.x[:-1] - self.x[-1]) ** 2 + (self.y[:-1] - self.y[-1]) ** 2)
+        for i in range(self.size):
+            other = nearest if i == runner else runner
+            seen[i] = np.array([x[i], y[i], x[other], y[other], i == runner, now], F)
         return seen
 
 

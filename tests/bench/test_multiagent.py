@@ -25,7 +25,9 @@ PRODUCT = {"2048x64x64": 50.0}
 
 FAKE = """
 import json, sys
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+original = sys.argv[1] in ("--per-agent", "--window")
+rate = RATE / 2 if original else RATE
+options = dict(zip(sys.argv[1 + original::2], sys.argv[2 + original::2]))
 repeats, size = int(options["--repeats"]), int(options["--num-envs"])
 served = "--rounds" in options
 if served:
@@ -33,8 +35,8 @@ if served:
 for _ in sys.stdin if served else [0]: print(json.dumps({
     "framework": "fake", "mode": options["--mode"], "num_envs": size, "unroll_length": 10, "epochs": 0,
     "minibatches": 0, "batch_rows": 10 * size, "param_count": 0, "dtype": "float32", "device": options["--device"],
-    "memory_bytes": 2e9, "iterations": 1, "total_iterations": 1, "compile_s": 1.0, "env_steps": [RATE] * repeats,
-    "wall_s": [1.0] * repeats, "cpu_s": [1.0] * repeats, "env_steps_per_s": {"median": RATE, "min": RATE, "max": RATE},
+    "memory_bytes": 2e9, "iterations": 1, "total_iterations": 1, "compile_s": 1.0, "env_steps": [rate] * repeats,
+    "wall_s": [1.0] * repeats, "cpu_s": [1.0] * repeats, "env_steps_per_s": {"median": rate, "min": rate, "max": rate},
     "episode_return": None, "episodes": 0, "threads": {}, "versions": {},
     "policies": [{"agents": 5, "observation_size": 21, "layers": [[21, 32], [32, 6]], "fused": FUSED}],
     "state_bytes": 49.0, "env_flops": 0.0, "choices": 5, "kernels": 0, "bytes_per_s": 1e10,
@@ -105,6 +107,58 @@ def test_the_peer_has_the_same_economy(peer, seed):
         assert (terminated, truncated) == (False, (timestep.step_type == LAST).item())
 
 
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(("num_taggers", "length"), [(4, 3), (29, 40)])
+def test_tag_agent_by_agent_is_the_same_game(peer, seed, num_taggers, length, full):
+    rng = np.random.default_rng(seed)
+    kinds = peer.TagGridWorld, peer.TagGridWorldPerAgent
+    arrays, single = (kind(num_taggers, length, full, max_episode_steps=100) for kind in kinds)
+    observation, own, tags = arrays.reset(), single.reset(), 0
+    for action in arrays.actions(rng, 300):
+        assert [*own] == [*range(num_taggers + 1)]
+        np.testing.assert_array_equal(observation, np.stack([*own.values()]))
+        observation, reward, *over = arrays.step(action)
+        own, rewards, *ends = single.step(action)
+        np.testing.assert_array_equal(reward, [*rewards.values()])
+        assert over == ends
+        tags += over[0]
+        if any(over):
+            observation, own = arrays.reset(), single.reset()
+    assert tags > 0 or length > 3
+
+
+def test_an_economy_that_adds_up_600_days_anew_is_the_same(peer, seed):
+    """Over an episode and the first days of the next: what was before the start is forgotten from day 520 on."""
+    short, long = (peer.make("covid_economy", 52, False, window=window) for window in (False, True))
+    for game in (short, long):
+        game.reset()
+    for action in short.actions(np.random.default_rng(seed), 600):
+        ((seen, _), _), reward, *over = short.step(action)
+        ((same, _), _), again, *ends = long.step(action)
+        np.testing.assert_allclose(long.jobless, short.jobless, rtol=1e-9)
+        np.testing.assert_allclose(long.output, short.output, rtol=1e-9)
+        np.testing.assert_allclose(same, seen, rtol=1e-6)
+        np.testing.assert_allclose(again, reward, rtol=1e-6, atol=1e-6)
+        assert over == ends
+        if any(over):
+            short.reset()
+            long.reset()
+
+
+@pytest.mark.parametrize(
+    ("game", "variant", "label"),
+    [("tag_gridworld", "--per-agent", "numpy per agent"), ("covid_economy", "--window", "numpy window")],
+)
+def test_variants_of_the_peer_say_what_they_are(game, variant, label):
+    def run(game):
+        command = [sys.executable, str(DRIVER), "--game", game, variant, "--seconds", "0.01", "--repeats", "2"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    measured = json.loads(run(game).stdout)
+    assert measured["framework"] == label and len(measured["env_steps"]) == len(measured["wall_s"]) == 2
+    assert "--per-agent is of tag_gridworld, --window of covid_economy." in run("tag_continuous").stderr
+
+
 @pytest.mark.parametrize("case", [Case("tag_gridworld", 5, 60), Case("covid_economy", 52, 60)])
 def test_the_peer_is_a_worker_of_the_harness(case, tmp_path):
     arguments = multiagent.case_arguments(case, "cpu", 0.01, 2, seed=3)
@@ -128,7 +182,7 @@ def run(tmp_path, monkeypatch, cases, ours, theirs, *, fused=True, **settings):
 def test_a_row_says_agent_steps_floor_memory_and_the_figure_of_warpdrive(tmp_path, monkeypatch):
     cases = [Case("tag_gridworld", 5, 2000), Case("tag_gridworld", 5, 2000, "sampler")]
     status, document = run(tmp_path, monkeypatch, cases, 980_000.0, 9800.0, device="cpu")
-    row, sampler = document["rows"]
+    row, original, sampler = document["rows"]
     assert (status, document["failures"], row["name"]) == (0, [], "env_only_tag_gridworld_5/2000")
     assert row["ratio"] == 100.0 and row["peer"]["name"] == "numpy"
     # 2000 x (2 x 49 bytes of state + 5 agents x 4 x (21 + 3) bytes) at 10 GB/s
@@ -136,6 +190,8 @@ def test_a_row_says_agent_steps_floor_memory_and_the_figure_of_warpdrive(tmp_pat
         "4,900,000 agent steps/s; step 2,041 us, floor 116: bytes 116 (1.16 MB), flops 0 (0.0 M), 1,765 x NumPy "
         "if it were reached; memory 2.00 GB; 0.10 x WarpDrive's 9,800,000 on an A100"
     )
+    assert (original["name"], original["peer"]["name"]) == ("original_tag_gridworld_5/2000", "numpy as there")
+    assert (original["value"], original["ratio"]) == (row["value"], 200.0)
     assert sampler["peer"] is None and sampler["note"].startswith("4,900,000 samples/s; step 2,041 us, floor 28:")
 
 
@@ -271,7 +327,8 @@ def test_every_figure_of_warpdrive_has_a_row_on_cuda_and_every_goal_a_figure_or_
     assert set(multiagent.HEADLINE) <= set(CUDA_CASES)
     assert {case.name for case in CPU_CASES} <= set(names)
     for begin in multiagent.CPU_GOALS:
-        assert any(case.name.startswith(begin) and case.has_peer for case in CPU_CASES)
+        game = begin.removeprefix("original_").removeprefix("env_only_")
+        assert any(case.has_peer and case.name.startswith(f"env_only_{game}") for case in CPU_CASES)
     for end in multiagent.CUDA_GOALS:
         assert any(name.endswith(end) for name in WARPDRIVE)
 

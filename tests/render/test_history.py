@@ -13,8 +13,8 @@ from torchpod.envs.multi_agent.covid_economy import CovidEconomyState
 from torchpod.envs.transforms import FrameStack
 from torchpod.render import DRAWINGS, Canvas, Drawing, render
 from torchpod.render.canvas import _SCALE, BLUE, FLOOR, RED, _font, mix
-from torchpod.render.covid import PANELS, _curves
-from torchpod.render.curves import Panel, draw_curves
+from torchpod.render.covid import PANELS, STAND_OUT, STATES, _curves
+from torchpod.render.curves import LABEL, Named, Panel, draw_curves
 from torchpod.render.tag import FADE, GONE
 
 pytest.importorskip("PIL")
@@ -120,23 +120,56 @@ def test_curves_of_the_country_are_what_the_environment_reports():
     assert curves["production"][0][1:].mean() == pytest.approx(float(told["production"] + told["subsidies"]), rel=1e-4)
 
 
-def test_of_the_economy_no_text_lies_on_another_and_no_index_leaves_its_panel(monkeypatch):
-    """With the most that is produced and paid: 20 of subsidies, and everything open."""
-    boxes, write = [], Canvas.text
+@pytest.fixture
+def written(monkeypatch):
+    """What is written on a canvas: the text, its colour, its size, and its box in large pixels."""
+    found, write = [], Canvas.text
 
     def text(canvas, at, text, colour="#000000", size=14.0, anchor="lm"):
         write(canvas, at, text, colour, size, anchor)
-        font = _font(round(size * _SCALE))
-        boxes.append((text, canvas._draw.textbbox((at[0] * _SCALE, at[1] * _SCALE), text, font=font, anchor=anchor)))
+        place, font = (at[0] * _SCALE, at[1] * _SCALE), _font(round(size * _SCALE))
+        found.append((text, colour, size, canvas._draw.textbbox(place, text, font=font, anchor=anchor)))
 
     monkeypatch.setattr(Canvas, "text", text)
+    return found
+
+
+def test_curves_that_stand_out_have_their_names_at_their_ends(written):
+    panel = Panel(10.0, 10.0, 118.0, 90.0, "dead", BLUE, 0.0, 10.0)
+    curves = {"AL": [5.0, 5.0, 5.0], "NY": [5.0, 9.0, 9.0], "AK": [0.0, 2.0, 5.0]}
+    named = [Named(name, RED, np.array(curve)) for name, curve in curves.items()]
+    canvas = Canvas(200, 120)
+    draw_curves(canvas, panel, np.zeros(3), 4, named=named)
+    boxes = {text: box for text, _, _, box in written if text in curves}
+    assert all(box[0] / _SCALE == pytest.approx(10 + 50 + 3, abs=2) for box in boxes.values())  # half of the time
+    ny, al, ak = (sum(boxes[name][1::2]) / 2 / _SCALE for name in ("NY", "AL", "AK"))
+    assert ny == pytest.approx(100 - 0.9 * 72, abs=2) and al == pytest.approx(100 - 0.5 * 72, abs=2)
+    assert ak - al == pytest.approx(LABEL)
+    assert has(canvas.pixels()[28:100, 10:60], RED).sum() > 50
+
+
+def test_of_the_economy_the_states_where_most_have_died_are_named_in_every_panel(written):
+    env = CovidEconomy(max_episode_steps=60)
+    action = {"governor": torch.full((1, 51), 9), "planner": torch.zeros(1, 1).long()}
+    action["governor"][0, [STATES.index(name) for name in ("VT", "CO", "MI", "TX")]] = 1
+    states, timestep = episode(env, [action] * 60)
+    frame = render(env, last(states), timestep, history=states)
+    dead = states[0].removed[-1, 0].numpy()
+    most = [STATES[k] for k in sorted(dead.argsort()[-4:])]
+    labels = [(text, colour) for text, colour, size, _ in written if size == LABEL]
+    assert sorted(labels) == sorted([*zip(most, STAND_OUT, strict=True)] * len(PANELS))
+    assert all(has(frame[366:454, 267:475], colour).sum() > 10 for colour in STAND_OUT)  # curves of deaths
+
+
+def test_of_the_economy_no_text_lies_on_another_and_no_index_leaves_its_panel(written):
+    """With the most that is produced and paid: 20 of subsidies, and everything open."""
     env = CovidEconomy()
     everything_open = {"governor": torch.ones(1, 51).long(), "planner": torch.full((1, 1), 20)}
     states, timestep = episode(env, [everything_open] * 30)
     render(env, last(states), timestep, history=states)
-    boxes.sort(key=lambda box: box[1][0])
+    boxes = sorted(((text, box) for text, _, _, box in written), key=lambda one: one[1][0])
     for (name, a), (other, b) in itertools.combinations(boxes, 2):
         assert a[2] <= b[0] or a[3] <= b[1] or b[3] <= a[1], (name, other)
     curves = _curves(env, pytree.tree_map(lambda x: x[:, 0], states[0]))
-    _, _, _, low, high = next(panel for panel in PANELS if panel[0] == "economy")
+    *_, low, high = next(panel for panel in PANELS if panel[0] == "economy")
     assert 4 < curves["economy"][1].max() < high and curves["economy"][1].min() > low

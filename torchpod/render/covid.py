@@ -16,7 +16,7 @@ from torchpod.envs.multi_agent.covid_economy import (
     level_of,
 )
 from torchpod.render.canvas import AMBER, BLUE, DARK, FLOOR, GREEN, GREY, INK, LIGHT, PAPER, PINK, RED, Canvas, mix
-from torchpod.render.curves import Panel, draw_curves
+from torchpod.render.curves import Named, Panel, draw_curves
 from torchpod.types import Tree
 
 MAP = """
@@ -37,38 +37,43 @@ MOST_INFECTED = 0.05
 """With so many of its people infected the bar of a state is full."""
 
 PANELS = (
-    ("infected", "infected", RED, 0.0, 0.1),
-    ("deaths", "have died", DARK, 0.0, 0.02),
-    ("unemployed", "unemployed", AMBER, 0.0, 0.3),
-    ("stringency", "stringency", BLUE, 0.0, 10.0),
-    ("health", "health index", GREEN, -1.0, 1.25),
-    ("economy", "economic index", PINK, -1.1, 4.5),
+    ("infected", "infected", 0.0, 0.1),
+    ("deaths", "have died", 0.0, 0.02),
+    ("unemployed", "unemployed", 0.0, 0.3),
+    ("stringency", "stringency", 0.0, 10.0),
+    ("health", "health index", -1.0, 1.25),
+    ("economy", "economic index", -1.1, 4.5),
 )
-"""Curve, title, colour, and what is at the bottom and at the top: no state's economic index leaves its panel."""
+"""Curve, title, and what is at the bottom and at the top: no state's economic index leaves its panel."""
+STAND_OUT = (RED, BLUE, GREEN, PINK)
+"""Colours of as many states, those where the largest share of the people has died."""
 
 
 def draw_covid_economy(canvas: Canvas, env: CovidEconomy, states: CovidEconomyState, observation: Tree) -> None:
     """A map, where stringency is how dark a tile is and its bar how many are infected; the country's numbers; curves.
 
-    Faint curves are the states, the bold one is the country. Of the indices 0 and 1 are what the two extreme policies
-    reach on average.
+    The bold curve is the country, faint ones are its states, of which a few stand out. Of the indices 0 and 1 are what
+    the two extreme policies reach on average.
     """
     now: CovidEconomyState = pytree.tree_map(lambda x: x[-1], states)
     date = datetime.date(2020, 3, 22) + datetime.timedelta(days=int(now.day))
     canvas.text((20, 22), f"{date:%d %B %Y}", INK, 16)
     canvas.text((canvas.width - 20, 22), f"subsidy {int(now.subsidy)} of 20", DARK, 14, "rm")
     _draw_map(canvas, now)
-    canvas.text((canvas.width - 20, 326), "bold: the country, faint: its states", GREY, 11, "rm")
+    legend = "bold: the country, faint: its states, in colour: where most have died"
+    canvas.text((canvas.width - 20, 326), legend, GREY, 11, "rm")
     curves = _curves(env, states)
     _draw_bars(canvas, curves)
     length = env.spec.max_episode_steps or env.max_episode_steps
     width = (canvas.width - 20) / 3
-    for i, (name, title, colour, low, high) in enumerate(PANELS):
+    most = sorted(curves["deaths"][1][-1].argsort()[-len(STAND_OUT) :].tolist())
+    for i, (name, title, low, high) in enumerate(PANELS):
         bold, thin = curves[name]
         is_share = name in ("infected", "deaths", "unemployed")
         value = f"{100 * bold[-1]:.1f} %" if is_share else f"{bold[-1]:.2f}"
-        panel = Panel(20 + width * (i % 3), 348 + 118 * (i // 3), width - 20, 106, title, colour, low, high)
-        draw_curves(canvas, panel, bold, length, thin=thin, value=value)
+        panel = Panel(20 + width * (i % 3), 348 + 118 * (i // 3), width - 20, 106, title, INK, low, high)
+        named = [Named(STATES[k], colour, thin[:, k]) for k, colour in zip(most, STAND_OUT, strict=True)]
+        draw_curves(canvas, panel, bold, length, thin=thin, named=named, value=value)
 
 
 def _draw_map(canvas: Canvas, state: CovidEconomyState) -> None:

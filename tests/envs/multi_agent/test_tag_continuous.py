@@ -1,5 +1,6 @@
 """TagContinuous beside the rules written out for one environment, and what its rules say in words."""
 
+import itertools
 import math
 import re
 import weakref
@@ -10,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.marks import with_slow
 from torchpod import random
 from torchpod.envs import TagContinuous
 from torchpod.testing import check_consistency
@@ -137,8 +139,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "compile"),
+    with_slow(itertools.product(CASES, [False, True]), [(case, True) for case in CASES if case != "few"]),
+)
 def test_the_rules_are_those_written_out(case, compile, seed):
     """Observations to 1e-6 and rewards, small numbers of at most 10 each, to as much."""
     oracle = Oracle(**CASES[case])

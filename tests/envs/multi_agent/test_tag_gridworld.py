@@ -1,11 +1,13 @@
 """TagGridWorld beside the rules written out for one environment, and steps worked out by hand."""
 
+import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
 
+from tests.marks import with_slow
 from torchpod import random
 from torchpod.envs import TagGridWorld
 from torchpod.envs.multi_agent.tag_gridworld import TagGridWorldState
@@ -68,9 +70,12 @@ class Oracle:
         return [*place, int(i == runner), self.time / self.env.max_episode_steps]
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("start", ["center", "scattered", "uniform"])
+CASES = [*itertools.product(["center", "scattered", "uniform"], [True, False], [False, True])]
+
+
+@pytest.mark.parametrize(
+    ("start", "full", "compile"), with_slow(CASES, [x for x in CASES if x[2] and x != ("uniform", False, True)])
+)
 def test_the_rules_are_those_written_out(start, full, compile, seed):
     env = TagGridWorld(grid_length=5, start=start, use_full_observation=full, max_episode_steps=40)
     report = check_consistency(
