@@ -31,53 +31,8 @@ KEYS = ("suite", "date", "hardware", "commit", "calibration_gflops", "load_avera
 HARDWARE_KEYS = ("name", "cpu", "cores", "gpu")
 ROW_KEYS = ("name", "value", "unit", "peer", "ratio", "interval", "versions", "note")
 
-HEADER = """# Benchmarks
-
-Written by `torchpod bench report` from `bench/results/`; do not edit. A ratio is torchpod over its peer in the same run
-on the same cores, with the smallest and the largest of the rounds in brackets: above 1 torchpod is better, except for
-seconds, memory and launches, where below 1 is. Rates are environment steps per second, without compilation, the median
-over the rounds. What changed is the ratio by more than 10 %, or, measured without a peer, the value by more than 20.
-Rows of suite `learning` are mean returns; their ratio is of what both gained over a random policy, with its 95 %
-interval, worked out anew from the stored returns where a row is older than b894910; no change of them is looked for.
-
-A target that is met beside a peer below its figure proves less: that peer was slower than it is known to be on a
-machine of this speed, which is a failure of its own, below the table. "x the ... stated" is our rate over what JAX did
-when the target was set, on a core (or two) of an AMD EPYC 25-17, whatever this machine's speed. (That speed is a matrix
-product's, with which JAX's rate need not grow: on an Intel Xeon the product is 1.5 times as fast and JAX is not, so
-that its rows are below their figures there; on an EPYC 26-2 the product is 1.3 times as fast and JAX 1.4 to 2.) In
-`compile_cold_...` every program is compiled, but our own libraries and the precompiled header, which are made once per
-machine, are there; `compile_first_...` begins without these. `train_warm_...` is the whole of `torchpod train` from a
-full cache, Python's and torch's imports included. "matrix products need 58% of the time" is what the networks'
-multiplications would take at the rate of NumPy's product (calibrate.py); above 100 % torchpod's networks (cpu_mlp.cpp)
-multiply faster than that, or leave out zeros.
-
-The figures of one core with 64 environments of CartPole (289,000) and with 64 and 1024 of Breakout (100,000 and 84,000)
-JAX does not reach pinned to one core of an EPYC 25-17: it does 0.6 to 0.8 of these, so that the suite fails there and
-this page says so. Runs of any date are judged by the figures of today. JAX shuffles all T x B rows, as purejaxrl does,
-and torchpod deals the steps of each environment to the minibatches, cheaper work that is part of what is compared; so
-is that torchpod skips the zeros of Breakout's observations in the first layer (33 of 400 numbers are set), which XLA
-multiplies (rows `..._dense` multiply them too). A time limit is the end of an episode to JAX, as in purejaxrl, while
-torchpod goes on with the value of the last observation; on Pendulum every episode ends so. What both sides learn all
-the same is compared over many seeds by suite `learning`, on a CPU. Until 2026-11-28 Pendulum had the settings of
-CartPole, with which neither side learned it; its rows on a GPU are of these. "+changes" is a working tree that no
-commit names: by their times the H200's rows of "f6c509a+changes" are of what ec8a455 holds, committed 15 minutes later
-with nothing but a benchmark's and pages' lines since the commit before. Of these rows the returns of CartPole alone
-were compared, with 1024 and 4096 environments; those of the last round stand in the note of what had too few steps, and
-the suite compares Pendulum to 4096 and Breakout with 1024 since 2026-11-28. Of the H200 shares of time outside
-environments with 1024 and 4096 environments of CartPole and Pendulum are too low: there the unroll is one kernel. On a
-GPU torchpod's networks use tanh.approx.f32 (relative error 2^-11) where products are in TF32; JAX's jnp.tanh is
-float32's (CartPole's and Pendulum's; Breakout's networks have relu). tests/bench/test_jax_ppo.py holds equal:
-parameters, gradients and settings, steps and ends of CartPole and Pendulum, advantages, clip, Adam and annealing.
-
-Medians hide that rows on two cores fall apart where something else uses one of them, for OpenMP's threads wait for each
-other spinning: one call of CartPole with 1024 did 14,125 steps/s on 2026-11-28, where JAX slowed down 1.5 x, and the
-first run on an EPYC 25-1 missed its target with 0.67 x; both were measured again (docs/loops.md says what helps).
-
-Both sides of a row on one core are pinned to the same one, `core` in the JSON, with one thread each (a row "on 2 cores"
-has two); without `core` nothing is pinned. Of each row on a CPU with a peer the JSON has the `threads` of both
-sides and `cpu_share`, CPU time over wall time of the worse side, and since 2026-11-26 both times and the load of every
-round.
-"""
+HEADER = Path(__file__).with_name("report.md")
+"""What the page begins with: how to read it, and what is to be known of single runs."""
 
 
 def main(results: Path = RESULTS, docs: Path = DOCS) -> int:
@@ -132,7 +87,7 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for document in documents:
         groups.setdefault((document["suite"], document["hardware"]["name"]), []).append(document)
-    parts = [HEADER, *(_section(runs) for _, runs in sorted(groups.items()))]
+    parts = [HEADER.read_text(), *(_section(runs) for _, runs in sorted(groups.items()))]
     if not groups:
         parts.append("Nothing has been measured yet.\n")
     return "\n".join(parts)

@@ -14,9 +14,10 @@ from torchpod.algos.ppo import PPO
 from torchpod.anakin import Anakin
 from torchpod.bench import lowered
 from torchpod.compile import Compiler
+from torchpod.cpu_calls import NotRecordable
 from torchpod.envs import CartPole
 from torchpod.graph import Replay
-from torchpod.inductor import simplify, trace
+from torchpod.inductor import Compiled, simplify, trace
 from torchpod.learner import LearnerConfig
 
 SHARED_BYTES = 227 * 1024
@@ -90,7 +91,7 @@ def test_truth_values_are_added_as_truth_values_and_carries_are_what_they_were()
     ends = torch.tensor([True, False, True, False])
     text = text_of(lambda v, c: (c.timestep + (c.timestep > 1), c.x, c.timestep), timestep=ends)
     assert " | " in text
-    with pytest.raises(LookupError, match="what is carried becomes a table of the environments"):
+    with pytest.raises(NotRecordable, match="what is carried becomes a table of the environments"):
         text_of(lambda v, c: (torch.arange(4.0), c.x, c.x))
 
 
@@ -102,27 +103,37 @@ def test_truth_values_are_added_as_truth_values_and_carries_are_what_they_were()
         (lambda v, c: (c.timestep + v.sum(), c.x, c.x), {"given": torch.arange(8.0)[::2]}, "is not contiguous"),
         (lambda v, c: (c.timestep, c.x, c.x), {"timestep": torch.tensor(1.0)}, "what a timestep tells has no rows"),
         (lambda v, c: (c.timestep, c.x + torch.arange(4.0)[:, None], c.x), {}, "rows are moved|a table has a number"),
+        (lambda v, c: (c.timestep, c.x, c.x * c.timestep[0]), {}, "rows are moved"),
+        (lambda v, c: (c.timestep, c.x, c.x * c.x[2]), {}, "select.int chooses rows"),
+        (lambda v, c: (c.timestep, c.x, c.x * c.x.split(2)[1].repeat(2, 1)), {}, "split.Tensor chooses rows"),
+        (lambda v, c: (c.timestep, c.x, c.x * c.step.sum(0)), {}, "sum.dim_IntList of a number"),
+        (
+            lambda v, c: (c.timestep, c.x, torch.cond(c.step > 0, torch.exp, torch.sin, (c.x,))),
+            {},
+            "graph_0 is no tensor",
+        ),
+        (lambda v, c: (c.timestep, c.x, v), {"given": torch.ones(4, 20)}, "a result is a large tensor"),
     ],
 )
 def test_what_would_be_another_step_has_no_kernel(fn, how, told):
-    with pytest.raises(LookupError, match=told):
+    with pytest.raises(NotRecordable, match=told):
         text_of(fn, **how)
 
 
 def test_more_environments_than_it_pays_for_go_step_by_step(monkeypatch):
     monkeypatch.setattr(gpu_unroll, "MOST_ROWS", 3)
-    with pytest.raises(LookupError, match="4 environments fill a GPU step by step"):
+    with pytest.raises(NotRecordable, match="4 environments fill a GPU step by step"):
         text_of(lambda v, c: (c.timestep, c.x, c.x))
 
 
 def test_a_gpu_without_room_for_it_goes_step_by_step(monkeypatch):
-    class Error(Exception):
+    class OutOfResources(Exception):
         pass
 
     def run(*given):
-        raise Error("out of resource: shared memory")
+        raise OutOfResources("out of resource: shared memory")
 
-    monkeypatch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=Error))
+    monkeypatch.setitem(sys.modules, "triton.runtime.errors", SimpleNamespace(OutOfResources=OutOfResources))
     monkeypatch.setattr(gpu_unroll.GpuUnroll, "run", run)
     args = torch.ones(3), Step(torch.ones(4), torch.ones(4, 2), torch.tensor(0))
 
@@ -131,8 +142,25 @@ def test_a_gpu_without_room_for_it_goes_step_by_step(monkeypatch):
 
     graph, *_ = trace(step, args)
     simplify(graph)
-    with pytest.raises(LookupError, match="no kernel for this GPU .out of resource"):
+    with pytest.raises(NotRecordable, match="no room on this GPU .out of resource"):
         gpu_unroll.GpuUnroll(graph, args, step(*args)).check([])
+
+
+def test_a_kernel_that_is_written_wrongly_is_an_error_here_and_a_warning_elsewhere(monkeypatch):
+    def step(variables, carry):
+        return carry._replace(step=carry.step + 1), 2 * carry.x
+
+    compiled = Compiled(step, "step", 1)
+    args = torch.ones(3), Step(torch.ones(4), torch.ones(4, 2), torch.tensor(0))
+    compiled(*args)
+    (program,) = compiled._programs
+    program.entry, program._on_gpu = None, True
+    monkeypatch.setattr(
+        gpu_unroll, "POINTWISE", {torch.ops.aten.add.Tensor: "{} + {}", torch.ops.aten.mul.Tensor: "{2}"}
+    )
+    with pytest.warns(UserWarning, match="step by step.*a bug of torchpod's.*IndexError"):
+        assert compiled.loop(args) is None
+    assert compiled.loop(args) is None  # told once
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def test_wheel_holds_every_module_and_config(artefacts: tuple[Path, Path]) -> No
     assert {n for n in names if n.endswith(".cpp")} == package_files(".cpp")
     assert {n for n in names if n.endswith(".h")} == package_files(".h")
     assert "torchpod/envs/multi_agent/data/README.md" in names  # whose data it is, and on what terms
+    assert "torchpod/bench/report.md" in names
     assert "torchpod/py.typed" in names
     assert {n.split("/")[0] for n in names} == {"torchpod", "torchpod_rl-0.1.0.dist-info"}
 

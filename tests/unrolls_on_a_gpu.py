@@ -17,6 +17,7 @@ from torchpod.bench import interpreted
 from torchpod.bench.lowered_worker import CAPABILITY, SIZE, OnCpu, pretend
 from torchpod.compile import Compiler
 from torchpod.config import load
+from torchpod.cpu_calls import NotRecordable
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, unroll
 
@@ -103,6 +104,6 @@ if __name__ == "__main__":
     for overrides in runs:
         try:
             found.append(differences(overrides) if check else compiled(overrides))
-        except LookupError as error:
+        except NotRecordable as error:
             found.append(str(error))
     print(json.dumps(found))

@@ -20,6 +20,10 @@ from torchpod.trees import paths, reader, writer
 _aoti = cast(Any, torch._C)._aoti
 
 
+class NotRecordable(Exception):
+    """Calls that cannot be one, so that they are made one by one; the message says why."""
+
+
 class Entry:
     """Where inductor's program for a CPU begins: a function in a library.
 
@@ -27,7 +31,7 @@ class Entry:
       compiled: what `compile_fx_inner` returned.
 
     Raises:
-      LookupError: if there is no such function in it.
+      NotRecordable: if there is no such function in it.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -36,7 +40,7 @@ class Entry:
             module = cell.cell_contents.__self__
             self.library, function = module.__file__, entry_of(module)
         except (AttributeError, TypeError, ValueError, OSError) as error:
-            raise LookupError(f"inductor's program has no entry point: {error}") from error
+            raise NotRecordable(f"inductor's program has no entry point: {error}") from error
         self.address = ctypes.cast(function, ctypes.c_void_p).value
         self.constants: list[Tensor] = list(compiled.constants.values())
 
@@ -165,17 +169,17 @@ class Unroll:
       result: of these.
 
     Raises:
-      LookupError: if the program is no such step: a carry of another structure, tensors that are not contiguous.
+      NotRecordable: if the program is no such step: a carry of another structure, tensors that are not contiguous.
     """
 
     def __init__(self, entry: Entry, args: tuple[Any, ...], result: tuple[Any, Any]) -> None:
         variables, carry, *_ = args
         before, after = reader(carry)(carry), reader(result[0])(result[0])
         if paths(result[0]) != paths(carry) or list(map(_layout, before)) != list(map(_layout, after)):
-            raise LookupError("the carry that comes out is not built like the one that goes in")
+            raise NotRecordable("the carry that comes out is not built like the one that goes in")
         self._outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         if not all(x.is_contiguous() for x in self._outputs):
-            raise LookupError("an output is not contiguous")
+            raise NotRecordable("an output is not contiguous")
         self._entry, self._num_given, self._num_before = entry, len(paths(args)), len(paths(variables))
         self._num_carry = len(before)
         self._by_length: dict[int, Calls] = {}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchpod.cpu_calls import Unroll
+from torchpod.cpu_calls import NotRecordable, Unroll
 from torchpod.mlp import gpu_mlp
 from torchpod.trees import reader
 
@@ -139,7 +139,7 @@ class _Source:
       rows: B.
 
     Raises:
-      LookupError: if the step cannot be written so.
+      NotRecordable: if the step cannot be written so.
     """
 
     def __init__(self, graph: GraphModule, num_before: int, num_carry: int, rows: int) -> None:
@@ -161,9 +161,11 @@ class _Source:
                 if value is not None:
                     self._values[node] = value
             if len(self._lines) > MOST_LINES:
-                raise LookupError(f"its kernel would have more than {MOST_LINES} lines")
+                raise NotRecordable(f"its kernel would have more than {MOST_LINES} lines")
         self.carry = [self._values[node] for node in self._given[num_before : num_before + num_carry]]
         results = [self._values[node] for node in self._results]
+        if any(len(value.columns) != math.prod(value.shape) for value in results):
+            raise NotRecordable("a result is a large tensor that it was given")
         self.text = self._text(results, num_before, num_carry)
 
     # What goes in.
@@ -171,26 +173,28 @@ class _Source:
     def _argument(self, node: Node, i: int, is_row: bool, is_carried: bool) -> Value:
         fake = node.meta["val"]
         if fake.dtype not in TYPES:
-            raise LookupError(f"it takes {fake.dtype}")
+            raise NotRecordable(f"it takes {fake.dtype}")
         shape = tuple(fake.shape[1:] if is_row else fake.shape)
         if is_row and fake.shape[0] != self.rows:
-            raise LookupError("not all that it takes has a row per environment")
+            raise NotRecordable("not all that it takes has a row per environment")
         size = math.prod(shape)
         if not is_row and size > MOST_COLUMNS:
             return Value(shape, (), False, fake.dtype)  # weights, which networks read themselves
         if size > MOST_COLUMNS:
-            raise LookupError(f"a row of {size} numbers has no room in registers")
+            raise NotRecordable(f"a row of {size} numbers has no room in registers")
         columns = tuple(f"{'c' if is_carried else 'a'}{i}_{j}" for j in range(size))
         return Value(shape, columns, is_row, fake.dtype)
 
     def _constant(self, node: Node) -> Value:
         value = getattr(self._graph, str(node.target))
+        if not isinstance(value, Tensor):  # the graph of a branch
+            raise NotRecordable(f"{node.target} is no tensor")
         has_rows = value.ndim > 0 and len(value) == self.rows and bool((value == value[:1]).all())
         value = value[0] if has_rows else value  # broadcast while it was folded
         if value.numel() > MOST_COLUMNS:
-            raise LookupError(f"a table of {value.numel()} numbers has no room in registers")
+            raise NotRecordable(f"a table of {value.numel()} numbers has no room in registers")
         if value.dtype not in TYPES:
-            raise LookupError(f"a table has {value.dtype}")
+            raise NotRecordable(f"a table has {value.dtype}")
         numbers = [self.literal(x, value.dtype) for x in value.flatten().tolist()]
         return Value(tuple(value.shape), tuple(numbers), has_rows, value.dtype)
 
@@ -218,19 +222,19 @@ class _Source:
             return self._networks(whole)[part]
         value = node.meta["val"]
         if not isinstance(value, Tensor) or value.dtype not in TYPES:
-            raise LookupError(f"{target} has no kernel here")
+            raise NotRecordable(f"{target} has no kernel here")
         if target in POINTWISE or target in COMPARISONS:
             return self._pointwise(node, value)
         made = _MAKERS.get(cast(Any, target))
         if made is None:
-            raise LookupError(f"{target} has no kernel here")
+            raise NotRecordable(f"{target} has no kernel here")
         return made(self, node, value)
 
     def of(self, node: Any) -> Value:
         """What a node is."""
         value = self._values[node]
         if not value.columns:
-            raise LookupError(f"{node} has too many numbers")
+            raise NotRecordable(f"{node} has too many numbers")
         return value
 
     def shaped(self, value: Value, whole: Sequence[int]) -> Value:
@@ -239,12 +243,12 @@ class _Source:
         lead = whole[:1] == [self.rows]
         size = math.prod(whole[1:] if lead else whole)
         if size > MOST_COLUMNS:
-            raise LookupError(f"a row of {size} numbers has no room in registers")
+            raise NotRecordable(f"a row of {size} numbers has no room in registers")
         if value.is_one_number:
             return Value(tuple(whole[1:] if lead else whole), (value.columns[0],) * size, lead, value.dtype)
         own = list(value.shape)
         if value.has_rows and not (lead and len(own) + 1 == len(whole)):
-            raise LookupError("rows are moved to another axis")
+            raise NotRecordable("rows are moved to another axis")
         grows = lead and not value.has_rows and (len(own) < len(whole) or own[0] == 1)  # the same for each row
         own = own[1:] if grows and len(own) == len(whole) else own
         has_rows = value.has_rows or grows
@@ -258,12 +262,12 @@ class _Source:
         if node.target is aten.add.Tensor and result.dtype == torch.bool:
             expression = "{} | {}"
         if node.target in _OF_FLOATS and not result.is_floating_point():
-            raise LookupError(f"{node.target} of whole numbers has no kernel here")
+            raise NotRecordable(f"{node.target} of whole numbers has no kernel here")
         arguments = list(node.args)
         if node.target is prims.convert_element_type.default:
             arguments = arguments[:1]
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
-            raise LookupError(f"{node.target} with {dict(node.kwargs)} has no kernel here")
+            raise NotRecordable(f"{node.target} with {dict(node.kwargs)} has no kernel here")
         tensors = [self.of(x) for x in arguments if isinstance(x, Node)]
         wanted = [result.dtype] * len(arguments)
         if target in COMPARISONS:
@@ -278,7 +282,7 @@ class _Source:
             shaped = {x: self.shaped(self.of(x), result.shape) for x in arguments if isinstance(x, Node)}
             has_rows = any(value.has_rows for value in shaped.values())
             if has_rows and not all(value.has_rows for value in shaped.values()):
-                raise LookupError("a table has a number for every environment")
+                raise NotRecordable("a table has a number for every environment")
             shape = tuple(result.shape[1:] if has_rows else result.shape)
             count = math.prod(shape)
         columns = []
@@ -299,7 +303,7 @@ class _Source:
         if node not in self._by_network:
             seen, own = self.of(x), len(parameters) // networks
             if keep or len(seen.shape) != 1 or not seen.has_rows:
-                raise LookupError("networks of many inputs have kernels of their own")
+                raise NotRecordable("networks of many inputs have kernels of their own")
             parts = [parameters[k * own : (k + 1) * own] for k in range(networks)]
             self._by_network[node] = [self._network(seen, part, activation == 2) for part in parts]
         return self._by_network[node]
@@ -314,7 +318,7 @@ class _Source:
             tile = self.put(f"tl.where({inputs} == {j}, {whole}, {tile})")
         for i, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True)):
             if not {weight, bias} <= set(self._given[: self._num_before]):
-                raise LookupError("a network has parameters that are computed in the step")
+                raise NotRecordable("a network has parameters that are computed in the step")
             w, b = (f"p{self._given.index(x)}" for x in (weight, bias))
             read = f"_weight({w}, {sizes[i + 1]}, {sizes[i]}, {padded[i]}, {padded[i + 1]})"
             tile = self.put(f"_layer({tile}, {read}, _bias({b}, {sizes[i + 1]}, {padded[i + 1]}), TF)")
@@ -340,7 +344,7 @@ class _Source:
         for i, (before, after) in enumerate(zip(self.carry, carry, strict=True)):
             after = self.shaped(after, (self.rows, *before.shape)) if before.has_rows else after
             if after.has_rows != before.has_rows or len(after.columns) != len(before.columns):
-                raise LookupError("what is carried becomes a table of the environments")
+                raise NotRecordable("what is carried becomes a table of the environments")
             for j, name in enumerate(after.columns):
                 new = f"tl.broadcast_to({name}, [BLOCK])" if before.has_rows else name
                 body.append(f"    m{i}_{j} = {_cast(new, after.dtype, before.dtype)}")
@@ -359,7 +363,7 @@ class _Source:
         for i, (value, node) in enumerate(zip(outputs, self._results[num_carry:], strict=True), num_carry):
             whole = self.shaped(value, node.meta["val"].shape)
             if not whole.has_rows:
-                raise LookupError("an output has no row per environment")
+                raise NotRecordable("an output has no row per environment")
             size = len(whole.columns)
             for j, name in enumerate(whole.columns):
                 body.append(f"    tl.store(s{i} + at * {size} + {j}, {name}, mask=inside)")
@@ -398,12 +402,17 @@ def _moved(fn: Callable[..., Tensor], *, to_shape: bool = False) -> Any:
         if to_shape and value.has_rows:
             shape = list(cast(Any, rest[0]))
             if shape[:1] != [source.rows]:
-                raise LookupError("rows are brought together")
+                raise NotRecordable("rows are brought together")
             rest[0] = cast(Any, [1, *shape[1:]])
-        out = fn(index, *rest, **node.kwargs)
+        try:
+            out = fn(index, *rest, **node.kwargs)
+        except (IndexError, RuntimeError) as error:
+            if not value.has_rows:
+                raise
+            raise NotRecordable(f"{node.target} chooses rows") from error  # which one row has not
         if value.has_rows:
-            if out.ndim != result.ndim or out.shape[0] != 1 or result.shape[0] != source.rows:
-                raise LookupError("rows are moved to another axis")
+            if out.ndim != result.ndim or out.shape[:1] != (1,) or result.shape[0] != source.rows:
+                raise NotRecordable("rows are moved to another axis")
             out = out[0]
         chosen = tuple(value.columns[i] for i in out.flatten().tolist())
         return Value(tuple(out.shape), chosen, value.has_rows, value.dtype)
@@ -413,9 +422,11 @@ def _moved(fn: Callable[..., Tensor], *, to_shape: bool = False) -> Any:
 
 def _keeps_rows(source: _Source, node: Node, dim: int, ndim: int, value: Value) -> int:
     """The axis among those of a row."""
+    if not ndim:
+        raise NotRecordable(f"{node.target} of a number")
     dim = dim % ndim
     if value.has_rows and dim == 0:
-        raise LookupError(f"{node.target} goes over rows")
+        raise NotRecordable(f"{node.target} goes over rows")
     return dim - 1 if value.has_rows else dim
 
 
@@ -426,7 +437,7 @@ def _joined(source: _Source, node: Node, result: Tensor) -> Value:
     has_rows = any(part.has_rows for part in parts) or list(result.shape[:1]) == [source.rows]
     whole = [source.shaped(part, shape) for part, shape in zip(parts, shapes, strict=True)]
     if any(part.has_rows != has_rows for part in whole):
-        raise LookupError(f"{node.target} of rows and of what has none")
+        raise NotRecordable(f"{node.target} of rows and of what has none")
     axis = _keeps_rows(source, node, dim, result.ndim, whole[0])
     offset, indices, columns = 0, [], []
     for part in whole:
@@ -442,13 +453,13 @@ def _made(source: _Source, node: Node, result: Tensor) -> Value:
     """`full`, `scalar_tensor`: one number."""
     number = node.args[1] if node.target is aten.full.default else node.args[0]
     if isinstance(number, Node):
-        raise LookupError(f"{node.target} of a tensor")
+        raise NotRecordable(f"{node.target} of a tensor")
     return Value((), (source.literal(cast(Any, number), result.dtype),), False, result.dtype)
 
 
 def _counted(source: _Source, node: Node, result: Tensor) -> Value:
     if result.numel() > MOST_COLUMNS:
-        raise LookupError(f"a table of {result.numel()} numbers has no room in registers")
+        raise NotRecordable(f"a table of {result.numel()} numbers has no room in registers")
     start, step = cast(Any, node.kwargs.get("start", 0)), cast(Any, node.kwargs.get("step", 1))
     numbers = [source.literal(start + step * i, result.dtype) for i in range(result.numel())]
     return Value(tuple(result.shape), tuple(numbers), False, result.dtype)
@@ -461,7 +472,7 @@ def _groups(source: _Source, node: Node) -> tuple[Value, tuple[int, ...], list[l
     whole = x.meta["val"].shape
     value, dims = source.shaped(source.of(x), whole), [dims] if isinstance(dims, int) else dims
     if not dims:
-        raise LookupError(f"{node.target} goes over rows")
+        raise NotRecordable(f"{node.target} goes over rows")
     axes = [_keeps_rows(source, node, dim, len(whole), value) for dim in dims]
     index = torch.arange(len(value.columns)).reshape(value.shape)
     rest = [i for i in range(index.ndim) if i not in axes]
@@ -475,7 +486,7 @@ def _reduced(combine: str, *, bits: bool = False) -> Any:
 
     def make(source: _Source, node: Node, result: Tensor) -> Value:
         if bits and result.dtype != torch.bool:
-            raise LookupError(f"{node.target} of bytes has no kernel here")
+            raise NotRecordable(f"{node.target} of bytes has no kernel here")
         value, shape, groups = _groups(source, node)
         columns = []
         for group in groups:
@@ -507,7 +518,7 @@ def _gathered(source: _Source, node: Node, result: Tensor) -> Value:
     x, dim, at = cast(Any, node.args[:3])
     value, index = (source.shaped(source.of(n), n.meta["val"].shape) for n in (x, at))
     if not (value.has_rows and index.has_rows):
-        raise LookupError(f"{node.target} of a table")
+        raise NotRecordable(f"{node.target} of a table")
     axis = _keeps_rows(source, node, dim, result.ndim, value)
     numbers = torch.arange(len(value.columns)).reshape(value.shape)
     columns = []
@@ -533,7 +544,7 @@ def _clamped(source: _Source, node: Node, result: Tensor) -> Value:
     low, high = low if low is not None else node.kwargs.get("min"), high if high is not None else node.kwargs.get("max")
     limits = [(limit, sign) for limit, sign in ((low, "<"), (high, ">")) if limit is not None]
     if any(isinstance(limit, Node) for limit, _ in limits):
-        raise LookupError(f"{node.target} by tensors has no kernel here")
+        raise NotRecordable(f"{node.target} by tensors has no kernel here")
     most = [(source.literal(cast(Any, limit), result.dtype), sign) for limit, sign in limits]
 
     def clamp(x: str) -> str:
@@ -548,7 +559,7 @@ def _remainder(source: _Source, node: Node, result: Tensor) -> Value:
     """Python's, of a number above 0."""
     by = cast(Any, node.args[1])
     if not by > 0:
-        raise LookupError(f"{node.target} by {by} has no kernel here")
+        raise NotRecordable(f"{node.target} by {by} has no kernel here")
     form = "libdevice.fmod({}, {})" if result.is_floating_point() else "{} % {}"
     divisor = source.literal(by, result.dtype)
 
@@ -568,7 +579,7 @@ def _power(source: _Source, node: Node, result: Tensor) -> Value:
     """By whole numbers, as products."""
     exponent = cast(Any, node.args[1])
     if exponent not in (2, 3, 4):
-        raise LookupError(f"{node.target} to {exponent} has no kernel here")
+        raise NotRecordable(f"{node.target} to {exponent} has no kernel here")
     return _each(source, node, result, lambda x: source.put(" * ".join([f"({x})"] * int(exponent))))
 
 
@@ -615,7 +626,7 @@ class GpuUnroll(Unroll):
       result: of these.
 
     Raises:
-      LookupError: if the step cannot be written so, or is no such step.
+      NotRecordable: if the step cannot be written so, or is no such step.
     """
 
     def __init__(self, graph: GraphModule, args: tuple[Any, ...], result: tuple[Any, Any]) -> None:
@@ -623,16 +634,13 @@ class GpuUnroll(Unroll):
         before = reader(args[1])(args[1])
         rows = {len(x) for x in before if x.ndim}
         if len(rows) != 1 or all(x.ndim for x in before):  # without a number that all share, the counter of steps
-            raise LookupError("not all of the carry has a row per environment, or there are members of a population")
+            raise NotRecordable("not all of the carry has a row per environment, or there are members of a population")
         if any(before[i].ndim == 0 for i in self._timestep) or not all(x.is_contiguous() for x in reader(args)(args)):
-            raise LookupError("what a timestep tells has no rows, or an argument is not contiguous")
+            raise NotRecordable("what a timestep tells has no rows, or an argument is not contiguous")
         (self._rows,) = rows
         if self._rows > MOST_ROWS:
-            raise LookupError(f"{self._rows} environments fill a GPU step by step")
-        try:
-            self.source = _Source(graph, self._num_before, self._num_carry, self._rows).text
-        except (AttributeError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise LookupError(f"a step that is written in another way ({error})") from error
+            raise NotRecordable(f"{self._rows} environments fill a GPU step by step")
+        self.source = _Source(graph, self._num_before, self._num_carry, self._rows).text
 
     @functools.cached_property
     def kernel(self) -> Any:
@@ -646,12 +654,12 @@ class GpuUnroll(Unroll):
         """Compiles it, and takes a step.
 
         Raises:
-          LookupError: if this GPU has no room for it, or Triton does not compile it.
+          NotRecordable: if this GPU has no room for it.
         """
         try:
             self.run(inputs, 1, 0)
-        except (importlib.import_module("triton.errors").TritonError, RuntimeError) as error:
-            raise LookupError(f"no kernel for this GPU ({error})") from error
+        except importlib.import_module("triton.runtime.errors").OutOfResources as error:
+            raise NotRecordable(f"no room on this GPU ({error})") from error
 
     def run(self, inputs: list[Tensor], length: int, axis: int) -> tuple[Any, Any, Any]:
         """See `Unroll.run`; one launch."""

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils import _pytree as pytree
 
 from torchpod import blame, cpu_ops, gpu_unroll, gxx, mlp
-from torchpod.cpu_calls import Entry, Unroll
+from torchpod.cpu_calls import Entry, NotRecordable, Unroll
 from torchpod.cpu_kernels import CpuKernels
 from torchpod.quicker import rare_collections
 from torchpod.together import in_background, install, loaded
@@ -248,7 +248,7 @@ class _Program(Signature):
         """Waits for g++."""
         compiled = loaded(self._compiled)
         self.run, self.used, self.zeros = _bare(compiled), True, []
-        with contextlib.suppress(LookupError):
+        with contextlib.suppress(NotRecordable):
             self.entry = Entry(compiled)
 
     def _first_run(self, inputs: list[Tensor]) -> Any:
@@ -269,18 +269,37 @@ class _Program(Signature):
             loop = None
             if not self.used:
                 self._finish()
-            with contextlib.suppress(LookupError):
+            with contextlib.suppress(NotRecordable):
                 if self.entry is not None:
                     loop = Unroll(self.entry, args, self.write(self.run(list(self._leaves(args)))))
                 elif gpu_unroll.ENABLED and self._on_gpu:
-                    graph, *_ = trace(self._fn, args)  # inductor changes the one that it gets
-                    simplify(graph)
-                    inputs = list(self._leaves(args))
-                    unrolled = gpu_unroll.GpuUnroll(graph, args, self.write(self.run(list(inputs))))
-                    unrolled.check(inputs)
-                    loop = unrolled
+                    loop = self._gpu_loop(args)
             self._loop = loop
         return self._loop
+
+    def _gpu_loop(self, args: tuple[Any, ...]) -> Unroll | None:
+        """The same as one kernel; None, after a warning, where writing it fails, which is a bug of ours.
+
+        Raises:
+          NotRecordable: if there can be none.
+        """
+        graph, *_ = trace(self._fn, args)  # inductor changes the one that it gets
+        simplify(graph)
+        inputs = list(self._leaves(args))
+        result = self.write(self.run(list(inputs)))
+        try:
+            loop = gpu_unroll.GpuUnroll(graph, args, result)
+            loop.check(inputs)
+        except NotRecordable:
+            raise
+        except Exception as error:
+            warnings.warn(
+                "an unroll runs step by step, more slowly, for its kernel failed, which is a bug of torchpod's "
+                f"(TORCHPOD_UNROLL_KERNEL=0 makes none): {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return None
+        return loop
 
 
 def unexpected(name: str, programs: Sequence[Signature], args: tuple[Any, ...]) -> RecompilationError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchpod.cpu_calls import Call, Calls, Entry, View
+from torchpod.cpu_calls import Call, Calls, Entry, NotRecordable, View
 from torchpod.inductor import RECORDING, Signature, is_ahead
 from torchpod.trees import reader, writer
 
@@ -51,7 +51,7 @@ class Recorded:
             RECORDING.note = None
         try:
             self._plan = _Plan(args, recording, result)
-        except LookupError:
+        except NotRecordable:
             self._possible = False
         return result
 
@@ -122,7 +122,7 @@ class _Note:
         """That of a tensor, or of a view, which is noted.
 
         Raises:
-          LookupError: if it comes from elsewhere.
+          NotRecordable: if it comes from elsewhere.
         """
         place = _place_of(x)
         if (number := self._numbers.get(place)) is not None:
@@ -133,28 +133,28 @@ class _Note:
                 self.calls.append(View(tensor.number, self.num_named, x.shape, x.stride(), place.first - base.first))
                 self._name(x)
                 return self.num_named - 1
-        raise LookupError("a tensor that no program made")
+        raise NotRecordable("a tensor that no program made")
 
     def call(self, entry: Entry | None, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> None:
         """A call of a program."""
         try:
             if entry is None or not all(isinstance(x, Tensor) for x in outputs):
-                raise LookupError("this is no program for a CPU")
+                raise NotRecordable("this is no program for a CPU")
             taken = [self.number_of(x) for x in inputs]
             self.calls.append(Call(entry, taken, range(self.num_named, self.num_named + len(outputs))))
             for x in outputs:
                 self._name(x)
-        except LookupError:
+        except NotRecordable:
             self._possible = False
 
     def results(self, tensors: Sequence[Tensor]) -> list[int]:
         """Their numbers.
 
         Raises:
-          LookupError: if they, or something before, cannot be recorded.
+          NotRecordable: if they, or something before, cannot be recorded.
         """
         if not self._possible:
-            raise LookupError("a call was none that can be recorded")
+            raise NotRecordable("a call was none that can be recorded")
         return [self.number_of(x) for x in tensors]
 
 
@@ -167,7 +167,7 @@ class _Plan(Signature):
       result: of the function.
 
     Raises:
-      LookupError: if a program is none for a CPU, or a tensor comes from elsewhere.
+      NotRecordable: if a program is none for a CPU, or a tensor comes from elsewhere.
     """
 
     def __init__(self, args: tuple[Any, ...], recording: _Note, result: Any) -> None:

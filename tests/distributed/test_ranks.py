@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from tests.distributed import probe
@@ -200,6 +201,37 @@ def test_a_rank_that_does_not_come_is_not_called_one_that_failed(tmp_path: Path)
     result = torchrun(tmp_path, str(program))
     assert "RankError: another rank has not come; if one may take so long, raise loop.timeout_s" in result.stderr
     assert "another rank failed" not in result.stderr
+
+
+GLOO, PAIR = RuntimeError, "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
+FAILED, LATE = "another rank failed; its own message says why", "another rank has not come; if one may take so long"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (GLOO(f"{PAIR} Connection closed by peer [127.0.0.1]:36046."), FAILED),
+        (GLOO(f"{PAIR} Read error [127.0.0.1]:47014: Connection reset by peer."), FAILED),
+        (GLOO("Timed out waiting 3000ms for recv operation to complete"), LATE),
+        (dist.DistNetworkError("The client socket has failed to connect to any network address"), FAILED),
+        (dist.DistBackendError("ncclRemoteError: A call failed possibly due to a remote process exiting"), FAILED),
+        (dist.DistBackendError("Watchdog caught collective operation timeout"), LATE),
+        (GLOO("[enforce fail at gloo/transport/tcp/pair.cc:446] 4000 <= 12"), None),
+        (GLOO("Tensors must be contiguous"), None),
+        (dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected"), None),
+        (torch.AcceleratorError("CUDA error: the launch timed out and was terminated"), None),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
+    ],
+    ids=str,
+)
+def test_what_another_rank_is_to_blame_for_is_told_from_what_it_is_not(error, told, monkeypatch):
+    def fail(x):
+        raise error
+
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    with pytest.raises(RankError if told else type(error), match=re.escape(told or str(error))) as raised:
+        Ranks(0, 2).sum(torch.ones(3))
+    assert raised.value.__cause__ is error if told else raised.value is error
 
 
 @pytest.mark.parametrize("shared", [True, False])

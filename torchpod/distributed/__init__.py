@@ -118,15 +118,33 @@ def _store_of_this_attempt(timeout: datetime.timedelta) -> Store | None:
     return PrefixStore(f"torchpod/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
+LATE = ("timed out", "timeout")
+GONE = (
+    "gloo/transport/",  # the file in which gloo raises
+    *("connection closed", "connection refused", "connection reset", "broken pipe"),  # either's
+    *("ncclremoteerror", "communicator was aborted"),
+)
+"""What gloo and NCCL say of another rank, in small letters; all else that they raise is this rank's own error."""
+
+
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Names the cause of a broken connection: the rank at its other end is gone, or does not come."""
+    """Names the cause of a broken connection: the rank at its other end is gone, or does not come.
+
+    Raises:
+      RankError: instead of what gloo or NCCL say of that.
+    """
     try:
         yield
     except RuntimeError as error:
-        if "timed out" in str(error).lower():
+        told = str(error).lower()
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError) or "enforce fail" in told:
+            raise  # CUDA's, or what gloo asserts
+        if any(words in told for words in LATE):
             raise RankError("another rank has not come; if one may take so long, raise loop.timeout_s") from error
-        raise RankError("another rank failed; its own message says why") from error
+        if isinstance(error, dist.DistNetworkError) or any(words in told for words in GONE):
+            raise RankError("another rank failed; its own message says why") from error
+        raise
 
 
 def shutdown() -> None:
