@@ -35,3 +35,5 @@ MAKERS = {
     "torchrl": (torchrl_agent, TorchRLConfig),
 }
 """Name to (agent class or function, config dataclass); an agent is built as `Agent(env.spec, config)`."""
+REPLAYED = ("c51", "ddpg", "dqn", "qr_dqn", "r2d2", "sac", "td3")
+"""Names of those that learn from replay. Of `torchrl` the loss says it."""

@@ -1,7 +1,7 @@
 """The actor-critic that ppo, a2c and impala share: networks, `act`, and log-probabilities of rows or sequences.
 
 Discrete, multi-discrete and continuous actions, MLP or CNN, with a GRU, an LSTM or none. It cannot learn: `prepare` and
-`loss` are the algorithm's.
+`loss` are the algorithm's, of parts that are here.
 """
 
 import functools
@@ -15,10 +15,12 @@ from torch.utils import _pytree as pytree
 from torchpod.actions import mask_of
 from torchpod.agent import Agent
 from torchpod.algos.unfit import unfit
+from torchpod.bounds import bounded
 from torchpod.nets import CELLS, Encoder, ObservationNormalizer, RunningMoments, choose_torso, make_head, orthogonal
 from torchpod.nets.nets import STATE
+from torchpod.ops.returns import gae
 from torchpod.specs import EnvSpec
-from torchpod.types import FIRST, LAST, ActorOutput, Batch, TimeStep, Trajectory, Tree
+from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 _SAID = {"action_log_prob": "`dist.log_prob(action)`", "state_value": "what the critic says of the observation"}
 """What `act` puts into its extras for `prepare`."""
@@ -43,7 +45,7 @@ class ActorCriticConfig:
     recurrent: int = 0
     """Units of a recurrent cell between encoder and heads; 0 for none."""
     cell: str = "gru"
-    """gru or lstm."""
+    """Of the recurrent cell: gru or lstm."""
     shared: bool = False
     """One encoder for policy and value instead of two. With a recurrent cell it is always shared."""
     initial_log_std: float = 0.0
@@ -55,16 +57,16 @@ class ActorCriticConfig:
     (https://arxiv.org/abs/2005.12729) find in PPO's code."""
     reward_scale: float = 1.0
     """Multiplies rewards before they are learned from (not those that are reported)."""
-    reward_clip: float = math.inf
-    """Then they are clipped to [-reward_clip, reward_clip]."""
+    reward_clip: float = bounded(math.inf, least=1e-9)
+    """Rewards are learned from as clipped to [-reward_clip, reward_clip], after they were scaled."""
     reuse_forward: bool = False
     """Differentiate the forward pass of the rollout, instead of computing it again; for one epoch of one minibatch."""
-    discount: float = 0.99
+    discount: float = bounded(0.99, least=0, most=1)
     """Gamma: what a reward is worth one step later."""
     value_coefficient: float = 0.5
     """Of the value loss, where policy and value share a loss: c1 of eq. 9 of PPO's paper."""
     entropy_coefficient: float = 0.01
-    """Of the entropy bonus: c2 there."""
+    """Of the entropy bonus: c2 of eq. 9 of PPO's paper."""
 
 
 class ActorCritic(Agent):
@@ -153,6 +155,43 @@ class ActorCritic(Agent):
             f"{type(self).__name__} needs extras[{name!r}] of shape [T, B], here [{length - 1}, {size}], and {found}; "
             f"let act put {_SAID[name]} there, [B], one number per row."
         )
+
+    def _gae(self, trajectory: Trajectory, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Generalised advantages, value targets, and the values they begin from, `[T, B]` each."""
+        t, v_tm1 = trajectory.timestep, self._said("state_value", trajectory)
+        v_t = torch.cat([v_tm1[1:], self._bootstrap(trajectory)[None]])
+        reward, discount = self._reward(t.reward[1:]), t.discount[1:] * self.discount
+        advantage = gae(reward, discount, t.step_type[1:] == LAST, v_tm1, v_t, lambda_=lambda_)
+        return advantage, advantage + v_tm1, v_tm1
+
+    def _batch(self, trajectory: Trajectory, advantage: Tensor, value_target: Tensor, value: Tensor) -> Batch:
+        """What every loss needs, of `[T, B]` each; resets get weight 0."""
+        t, out = trajectory.timestep, trajectory.output
+        steps = {
+            "observation": pytree.tree_map(lambda x: x[:-1], t.observation),
+            "first": t.step_type[:-1] == FIRST,
+            "action": out.action,
+            "advantage": advantage,
+            "value_target": value_target,
+            # LAST -> FIRST is a reset, no transition: mask it, or the value is learned across episodes.
+            "weight": (t.step_type[:-1] != LAST).float(),
+        }
+        report = {"reward": t.reward[1:], "value": value, "value_target": value_target}
+        return Batch(steps | self._reused(out), trajectory.actor_state, report)
+
+    def _policy_gradient(self, batch: Batch) -> LossOutput:
+        """`-log pi(a|s) A + c_v (V - v)^2 / 2 - c_e H`."""
+        b = batch.steps
+        policy, value = self._forward(batch)
+        log_prob, entropy = self.head.log_prob(policy, b["action"])
+        metrics = {
+            "policy_loss": -log_prob * b["advantage"],
+            "value_loss": 0.5 * (value - b["value_target"]).square(),
+            "entropy": entropy,
+        }
+        loss = metrics["policy_loss"] + self.value_coefficient * metrics["value_loss"]
+        loss = loss - self.entropy_coefficient * entropy
+        return LossOutput((loss * b["weight"]).sum(), {k: (v * b["weight"]).sum() for k, v in metrics.items()})
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Policy output `[..., A]` and value `[...]` of a batch: those of the rollout if it is reused, or new ones."""

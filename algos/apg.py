@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.algos.unfit import unfit
+from torchpod.bounds import bounded
 from torchpod.nets import Encoder, orthogonal
 from torchpod.ops.returns import discounted_sum
 from torchpod.specs import Box, EnvSpec
@@ -29,8 +30,9 @@ class APGConfig:
     activation: str = "tanh"
     """Of hidden layers: tanh, relu or silu."""
     initial_log_std: float | None = None
-    """Of the noise before the squashing; None: a deterministic policy, which explores by its starting states alone."""
-    discount: float = 0.99
+    """Of the noise on actions before the squashing, log of its standard deviation; null: a deterministic policy, which
+    explores by its starting states alone."""
+    discount: float = bounded(0.99, least=0, most=1)
     """Gamma: what a reward is worth one step later."""
 
 

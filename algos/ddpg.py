@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.algos.unfit import has_bounds, unfit
+from torchpod.bounds import bounded
 from torchpod.nets import Encoder, orthogonal
 from torchpod.replay import transitions
 from torchpod.specs import Box, EnvSpec
@@ -25,22 +26,22 @@ class DDPGConfig:
     """Section 7 of the paper has layers of 400 and 300, noise="ou" with noise_std=0.2, and target_rate=0.001."""
 
     hidden: tuple[int, ...] = (256, 256)
-    """Of policy and critic, each; images are flattened."""
+    """Units of each hidden layer, of policy and critic; images are flattened."""
     activation: str = "relu"
     """Of hidden layers: tanh, relu or silu."""
     n_step: int = 1
     """Rewards that are added up before the value of what follows."""
-    discount: float = 0.99
+    discount: float = bounded(0.99, least=0, most=1)
     """Gamma: what a reward is worth one step later."""
     reward_scale: float = 1.0
     """Multiplies rewards before they are learned from."""
     noise: str = "gaussian"
     """gaussian, new in every step; or ou, an Ornstein-Uhlenbeck process that starts at 0 in every episode."""
-    noise_std: float = 0.1
-    """Of what is added in a step, in units of half the action range."""
-    ou_rate: float = 0.15
-    """Part of the process that is forgotten in a step."""
-    target_rate: float = 0.005
+    noise_std: float = bounded(0.1, least=0)
+    """Standard deviation of what `noise` adds in a step, in units of half the action range."""
+    ou_rate: float = bounded(0.15, least=0)
+    """Part of the Ornstein-Uhlenbeck process that is forgotten in a step, with noise=ou."""
+    target_rate: float = bounded(0.005, least=0, most=1)
     """How far the targets follow after an update: tau of the paper."""
 
 

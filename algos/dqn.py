@@ -14,6 +14,7 @@ from torchpod import random
 from torchpod.actions import any_allowed, mask_of
 from torchpod.agent import Agent, Bound
 from torchpod.algos.unfit import unfit
+from torchpod.bounds import bounded
 from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.exploration import falling
 from torchpod.replay import transitions
@@ -40,24 +41,24 @@ class DQNConfig:
     https://arxiv.org/abs/1509.06461)."""
     n_step: int = 3
     """Rewards that are added up before the value of what follows."""
-    huber_delta: float = math.inf
+    huber_delta: float = bounded(math.inf, least=0)
     """Of DQN alone: larger errors count linearly. With 1, as in the paper, whose rewards are clipped, CartPole is not
     learnt: an error at the end of an episode is as large as the value there, up to 100, and would count as 1."""
-    discount: float = 0.99
+    discount: float = bounded(0.99, least=0, most=1)
     """Gamma: what a reward is worth one step later."""
-    epsilon: float = 0.05
+    epsilon: float = bounded(0.05, least=0, most=1)
     """Share of random actions at last; none in evaluation."""
-    exploration_fraction: float = 0.2
-    """Part of the run in which that share falls from 1."""
-    epsilon_spread: float = 0.0
+    exploration_fraction: float = bounded(0.2, least=0, most=1)
+    """Part of the run in which the share of random actions falls from 1 to epsilon."""
+    epsilon_spread: float = bounded(0.0, least=0)
     """Every environment has its own `epsilon ** (1 + epsilon_spread * u)`, u uniform. Ape-X has 7, with epsilon 0.4
     (Horgan et al. 2018, https://arxiv.org/abs/1803.00933)."""
-    reward_clip: float = math.inf
+    reward_clip: float = bounded(math.inf, least=1e-9)
     """Rewards are learned from as clipped to [-reward_clip, reward_clip]."""
-    target_rate: float = 0.02
+    target_rate: float = bounded(0.02, least=0, most=1)
     """The targets follow a little after every update (Lillicrap et al. 2016, https://arxiv.org/abs/1509.02971). With
     rate 1 and interval 200 they are copied now and then, as in the paper."""
-    target_interval: int = 1
+    target_interval: int = bounded(1, least=1)
     """Updates until the targets follow."""
 
 
@@ -184,11 +185,11 @@ class C51Config(DQNConfig):
     """The returns that it can tell apart lie between `low` and `high`."""
 
     num_atoms: int = 51
-    """How many."""
+    """Returns that it can tell apart, evenly spaced from `low` to `high`."""
     low: float = -10.0
-    """The least."""
+    """The least return that it can tell apart; discounted returns below count as this."""
     high: float = 10.0
-    """The largest; discounted returns beyond count as these."""
+    """The largest return that it can tell apart; discounted returns above count as this."""
 
 
 class C51(DQN):
@@ -200,7 +201,9 @@ class C51(DQN):
     def __init__(self, spec: EnvSpec, config: C51Config = C51Config()) -> None:
         super().__init__(spec, config, outputs=config.num_atoms)
         if not (config.low < config.high and config.num_atoms > 1):
-            raise ValueError(f"low={config.low} must be below high={config.high}, and num_atoms={config.num_atoms} 2.")
+            raise ValueError(
+                f"low={config.low} must be below high={config.high}, and num_atoms={config.num_atoms} at least 2."
+            )
         self.hyperparameter("low", config.low)
         self.hyperparameter("high", config.high)
 
@@ -218,8 +221,8 @@ class C51(DQN):
 class QRDQNConfig(DQNConfig):
     """Quantiles of the returns."""
 
-    num_quantiles: int = 50
-    """How many, of equal weight."""
+    num_quantiles: int = bounded(50, least=1)
+    """Quantiles of the returns that are learned, of equal weight."""
 
 
 class QRDQN(DQN):

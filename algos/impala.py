@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchpod.agent import Bound
 from torchpod.algos.actor_critic import ActorCritic, ActorCriticConfig
+from torchpod.bounds import bounded
 from torchpod.ops.returns import vtrace
 from torchpod.specs import EnvSpec
 from torchpod.types import FIRST, LAST, Batch, LossOutput, Trajectory
@@ -22,12 +22,12 @@ from torchpod.types import FIRST, LAST, Batch, LossOutput, Trajectory
 class IMPALAConfig(ActorCriticConfig):
     """Defaults: section 5.1 and table D.1 of the paper, for small networks."""
 
-    lambda_: float = 1.0
-    """Multiplies the c of remark 2: below 1, values far ahead count less."""
-    rho_clip: float = 1.0
-    """Of the importance weights in the temporal differences: which policy's values are learned."""
-    c_clip: float = 1.0
-    """Of the weights c, at most rho_clip: how fast that is."""
+    lambda_: float = bounded(1.0, least=0, most=1)
+    """Multiplies the weights c of V-trace (remark 2 of the paper): below 1, values far ahead count less."""
+    rho_clip: float = bounded(1.0, least=0)
+    """Of the importance weights rho in the temporal differences: which policy's values are learned."""
+    c_clip: float = bounded(1.0, least=0)
+    """Of the weights c of V-trace, at most rho_clip: how fast values are learned."""
 
 
 class IMPALA(ActorCritic):
@@ -58,16 +58,7 @@ class IMPALA(ActorCritic):
             rho_clip=self.rho_clip,
             c_clip=self.c_clip,
         )
-        steps = {
-            "observation": pytree.tree_map(lambda x: x[:-1], t.observation),
-            "first": t.step_type[:-1] == FIRST,
-            "action": out.action,
-            "advantage": advantage,
-            "value_target": target,
-            "weight": (t.step_type[:-1] != LAST).float(),
-        }
-        report = {"reward": t.reward[1:], "value": value[:-1], "value_target": target}
-        return Batch(steps | self._reused(out), trajectory.actor_state, report)
+        return self._batch(trajectory, advantage, target, value[:-1])
 
     def _current(self, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
         """Policy output `[T, B, A]` and value `[T + 1, B]` of the parameters that are to be updated."""
@@ -80,14 +71,4 @@ class IMPALA(ActorCritic):
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """`-log pi(a|s) A + c_v (V - v)^2 / 2 - c_e H`, section 4.2 of the paper."""
-        b = batch.steps
-        policy, value = self._forward(batch)
-        log_prob, entropy = self.head.log_prob(policy, b["action"])
-        metrics = {
-            "policy_loss": -log_prob * b["advantage"],
-            "value_loss": 0.5 * (value - b["value_target"]).square(),
-            "entropy": entropy,
-        }
-        loss = metrics["policy_loss"] + self.value_coefficient * metrics["value_loss"]
-        loss = loss - self.entropy_coefficient * entropy
-        return LossOutput((loss * b["weight"]).sum(), {k: (v * b["weight"]).sum() for k, v in metrics.items()})
+        return self._policy_gradient(batch)

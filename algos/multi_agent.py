@@ -21,9 +21,8 @@ from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.nets.nets import STATE
 from torchpod.specs import Array, EnvSpec, SpecTree, features, width
-from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+from torchpod.types import ACTION_MASK, LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
-MASK = "action_mask"
 LATER = ("annealed", "optimizer_intervals", "replayed", "reuse_forward", "target_rate", "through_env")
 """What an agent may ask its loop for, and `Policies` does not pass on."""
 _METRICS = ("loss", "grad_norm", "episode_return", "episode_length")
@@ -53,7 +52,7 @@ class IA2CConfig(A2CConfig):
     """A2C's settings are those of every policy that says nothing else."""
 
     policies: dict[str, Any] | None = None
-    """As of `algo=ippo`."""
+    """Who follows which policy, and settings of a policy's own, as of `algo=ippo`."""
 
 
 class Members(NamedTuple):
@@ -420,12 +419,12 @@ def _unflat(tree: Tree, axis: int, size: int) -> Tree:
 def _numbers(observation: Tree, spec: SpecTree) -> Tensor:
     """All that is observed but masks, `[..., n]`, as networks see it."""
     parts, specs = (x if isinstance(spec, dict) else {"own": x} for x in (observation, spec))
-    return torch.cat([features(x, specs[k]) for k, x in parts.items() if k != MASK], -1)
+    return torch.cat([features(x, specs[k]) for k, x in parts.items() if k != ACTION_MASK], -1)
 
 
 def _num_numbers(spec: SpecTree) -> int:
     parts = spec if isinstance(spec, dict) else {"own": spec}
-    return sum(width(x) for k, x in parts.items() if k != MASK)
+    return sum(width(x) for k, x in parts.items() if k != ACTION_MASK)
 
 
 def _freeze(agent: Agent) -> None:

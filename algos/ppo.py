@@ -1,6 +1,6 @@
 """Proximal policy optimisation, Schulman et al. 2017 (https://arxiv.org/abs/1707.06347).
 
-Read agent.py and learner.py first: this file is `prepare` (advantages) and `loss`; the networks and `act` are those of
+Read agent.py and learner.py first: this file is `prepare` and `loss`; networks, `act` and advantages are those of
 actor_critic.py, everything else is the loop's.
 """
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchpod.agent import Bound
 from torchpod.algos.actor_critic import ActorCritic, ActorCriticConfig
-from torchpod.ops.returns import gae
+from torchpod.bounds import bounded
 from torchpod.specs import EnvSpec
-from torchpod.types import FIRST, LAST, Batch, LossOutput, Trajectory
+from torchpod.types import Batch, LossOutput, Trajectory
 
 
 @dataclass(frozen=True)
 class PPOConfig(ActorCriticConfig):
     """Defaults: table 3 and section 5 of the paper, as run on classic control by CleanRL and purejaxrl."""
 
-    gae_lambda: float = 0.95
+    gae_lambda: float = bounded(0.95, least=0, most=1)
     """Of generalised advantages: 0 trusts the value function, 1 the rewards that were seen."""
-    clip: float = 0.2
+    clip: float = bounded(0.2, least=0)
     """Epsilon of eq. 7: the ratio of probabilities, new to old, counts from 1 - clip to 1 + clip."""
     value_clip: bool = True
-    """Clip how far values move from those of the rollout, too."""
+    """Let `clip` limit how far values move from those of the rollout, too."""
     normalize_advantage: bool = True
     """Advantages of mean 0 and standard deviation 1, in each minibatch, over all ranks."""
 
@@ -44,25 +43,11 @@ class PPO(ActorCritic):
             self.hyperparameter(name, getattr(config, name))
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
-        """Advantages and value targets; resets get weight 0."""
-        t, out = trajectory.timestep, trajectory.output
-        v_tm1 = self._said("state_value", trajectory)  # [T, B]
-        v_t = torch.cat([v_tm1[1:], self._bootstrap(trajectory)[None]])
-        reward, discount = self._reward(t.reward[1:]), t.discount[1:] * self.discount
-        advantage = gae(reward, discount, t.step_type[1:] == LAST, v_tm1, v_t, lambda_=self.gae_lambda)
-        steps = {
-            "observation": pytree.tree_map(lambda x: x[:-1], t.observation),
-            "first": t.step_type[:-1] == FIRST,
-            "action": out.action,
-            "action_log_prob": self._said("action_log_prob", trajectory),
-            "state_value": v_tm1,
-            "advantage": advantage,
-            "value_target": advantage + v_tm1,
-            # LAST -> FIRST is a reset, no transition: mask it, or the value is learned across episodes.
-            "weight": (t.step_type[:-1] != LAST).float(),
-        }
-        report = {"reward": t.reward[1:], "value": v_tm1, "value_target": steps["value_target"]}
-        return Batch(steps | self._reused(out), trajectory.actor_state, report)
+        """Generalised advantages and value targets, and what both are clipped by: the policy and values of before."""
+        advantage, value_target, v_tm1 = self._gae(trajectory, self.gae_lambda)
+        batch = self._batch(trajectory, advantage, value_target, v_tm1)
+        before = {"action_log_prob": self._said("action_log_prob", trajectory), "state_value": v_tm1}
+        return batch._replace(steps=batch.steps | before)
 
     def loss(self, batch: Batch, keys: Tensor, target: Bound | None) -> LossOutput:
         """Clipped surrogate (eq. 7 of the paper), clipped value loss, entropy bonus (eq. 9)."""

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod.agent import Bound
 from torchpod.algos.dqn import DQN, DQNConfig
+from torchpod.bounds import bounded
 from torchpod.nets import CELLS
 from torchpod.ops.returns import n_step
 from torchpod.ops.values import rescale, unscale
@@ -29,17 +30,17 @@ class R2D2Config(DQNConfig):
 
     hidden: tuple[int, ...] = (64,)
     recurrent: int = 64
-    """Units of the cell."""
+    """Units of the recurrent cell."""
     cell: str = "lstm"
-    """gru or lstm."""
+    """Of the recurrent cell: gru or lstm."""
     burn_in: int = 4
-    """Steps that bring the stored state up to date."""
+    """First steps of a sequence, which only bring the stored state of the cell up to date."""
     length: int = 8
-    """Steps that are learned from."""
-    rescale: float = 1e-3
-    """Epsilon of eq. 1; 0: values are learned as they are."""
-    largest_share: float = 0.9
-    """Eta of section 2.3: of the largest TD error in the priority; the rest is the mean's."""
+    """Steps of a sequence that are learned from."""
+    rescale: float = bounded(1e-3, least=0)
+    """Epsilon of eq. 1 of the paper, the scale of values; 0: they are learned as they are."""
+    largest_share: float = bounded(0.9, least=0, most=1)
+    """Share of a sequence's largest TD error in its priority, eta of section 2.3; the rest is the mean's."""
     epsilon: float = 0.4
     epsilon_spread: float = 7.0
 

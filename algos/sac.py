@@ -19,6 +19,7 @@ from torchpod.actions import mask_of
 from torchpod.agent import Agent, Bound
 from torchpod.algos.ddpg import Critic, box_range
 from torchpod.algos.unfit import unfit
+from torchpod.bounds import bounded
 from torchpod.nets import Encoder, choose_torso, orthogonal
 from torchpod.ops.distributions import categorical_entropy
 from torchpod.replay import transitions
@@ -34,7 +35,7 @@ class SACConfig:
     """Defaults: table 1 of Haarnoja et al."""
 
     hidden: tuple[int, ...] = (256, 256)
-    """Of policy and critics, each."""
+    """Units of each hidden layer, of policy and critics."""
     activation: str = "relu"
     """Of hidden layers: tanh, relu or silu."""
     torso: str = "small"
@@ -42,17 +43,17 @@ class SACConfig:
     continuous actions flatten images."""
     channels: tuple[int, ...] = (16,)
     """Of the torso "small", one 3x3 layer each; empty: flatten images for the MLP."""
-    discount: float = 0.99
+    discount: float = bounded(0.99, least=0, most=1)
     """Gamma: what a reward is worth one step later."""
     reward_scale: float = 1.0
     """Multiplies rewards before they are learned from."""
     initial_alpha: float = 1.0
-    """It stays so where the learning rate of `temperature` is 0."""
+    """What an entropy is worth at first; it stays so where the learning rate of `temperature` is 0."""
     target_entropy: float | None = None
-    """In nats, of actions in the units of the environment. None: for actions `[A]` the paper's, -A where they lie in
+    """In nats, of actions in the units of the environment. null: for actions `[A]` the paper's, -A where they lie in
     [-1, 1], which in a box of half width w is A (log w - 1); 0.98 of the largest, log A, for A discrete ones. Where an
     action mask leaves n of these, the same share of log n."""
-    target_rate: float = 0.005
+    target_rate: float = bounded(0.005, least=0, most=1)
     """How far the target critics follow after an update: tau of the paper."""
 
 
@@ -232,9 +233,6 @@ class DiscreteSAC(SAC):
 def sac_agent(spec: EnvSpec, config: SACConfig = SACConfig()) -> SAC:
     """The agent of `algo=sac`, by the actions of the environment."""
     return (DiscreteSAC if isinstance(spec.action, Discrete) else SAC)(spec, config)
-
-
-sac_agent.replayed = 1  # pyright: ignore[reportFunctionMemberAccess]  # config.py asks every maker for it
 
 
 def _head(encoder: Encoder, num_outputs: int, gain: float) -> nn.Module:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod.agent import Bound
 from torchpod.algos.apg import APG, APGConfig
+from torchpod.bounds import bounded
 from torchpod.nets import Encoder, orthogonal
 from torchpod.ops.returns import gae
 from torchpod.specs import EnvSpec
@@ -23,11 +24,11 @@ class SHACConfig(APGConfig):
     """Defaults: appendix A.2 of the paper, where it gives them."""
 
     activation: str = "silu"
-    """Smooth, as the paper's ELU."""
+    """Of hidden layers: tanh, relu or silu, which is smooth, as the paper's ELU is."""
     initial_log_std: float | None = -1.0
-    lambda_: float = 0.95
+    lambda_: float = bounded(0.95, least=0, most=1)
     """Of the critic's TD(lambda) targets."""
-    target_rate: float = 0.05
+    target_rate: float = bounded(0.05, least=0, most=1)
     """How fast the target critic follows, per update."""
     reward_scale: float = 1.0
     """Multiplies rewards before they are learned from."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpod import random
 from torchpod.agent import Bound
 from torchpod.algos.ddpg import DDPG, DDPGConfig
+from torchpod.bounds import bounded
 from torchpod.specs import EnvSpec
 from torchpod.types import Batch, Trajectory, Tree
 
@@ -21,10 +22,10 @@ class TD3Config(DDPGConfig):
 
     policy_interval: int = 2
     """Updates of the critics per update of the policy and of all targets."""
-    target_noise_std: float = 0.2
-    """Of the noise on the target's action, in units of half the action range."""
-    target_noise_clip: float = 0.5
-    """That noise is clipped to [-target_noise_clip, target_noise_clip]."""
+    target_noise_std: float = bounded(0.2, least=0)
+    """Standard deviation of the noise on the target's action, in units of half the action range."""
+    target_noise_clip: float = bounded(0.5, least=0)
+    """The noise on the target's action is clipped to [-target_noise_clip, target_noise_clip]."""
 
 
 class TD3(DDPG):

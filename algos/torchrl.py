@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from torchpod.agent import Agent
-from torchpod.algos.multi_agent import MASK, Policies
+from torchpod.algos.multi_agent import Policies
+from torchpod.bounds import bounded
 from torchpod.interop.unfit import UNSUPPORTED, for_actions, unsupported
 from torchpod.nets import MLP
 from torchpod.nets.nets import STATE
+from torchpod.ops.features import scaled
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete
+from torchpod.types import ACTION_MASK
 
 if TYPE_CHECKING:  # torchrl takes seconds to import
     from tensordict.nn import TensorDictModuleBase
@@ -33,35 +36,35 @@ class LossConfig:
     """Which loss, and the networks that it is built of."""
 
     loss: str = "ClipPPOLoss"
-    """A class of torchrl.objectives, one of `LOSSES`."""
+    """A class of torchrl.objectives, one of `torchpod list losses`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """More arguments of its constructor, e.g. `{clip_epsilon: 0.1}`."""
     hidden: tuple[int, ...] = (64, 64)
     """Units of each hidden layer, of all networks."""
     activation: str = "tanh"
     """Of hidden layers: tanh, relu or silu."""
-    discount: float = 0.99
+    discount: float = bounded(0.99, least=0, most=1)
     """Gamma: what a reward is worth one step later."""
-    gae_lambda: float = 0.95
+    gae_lambda: float = bounded(0.95, least=0, most=1)
     """Of the estimators of advantages, where they have one."""
     normalize_advantage: bool = True
     """Of losses with advantages: mean 0 and std 1 per minibatch."""
-    target_rate: float = 0.005
+    target_rate: float = bounded(0.005, least=0, most=1)
     """How far the targets of a loss follow, if it has any."""
-    target_interval: int = 1
-    """Updates until they follow."""
-    epsilon: float = 0.05
+    target_interval: int = bounded(1, least=1)
+    """Updates until the targets of a loss follow."""
+    epsilon: float = bounded(0.05, least=0, most=1)
     """Share of random actions at last, of losses whose actor takes the best of discrete ones."""
-    exploration_fraction: float = 0.2
-    """Part of the run in which it falls from 1."""
+    exploration_fraction: float = bounded(0.2, least=0, most=1)
+    """Part of the run in which the share of random actions falls from 1 to epsilon."""
     noise: float = 0.1
     """Added to the actions of losses with a deterministic actor, in units of half their range."""
     num_atoms: int = 51
     """Of DistributionalDQNLoss: returns that it can tell apart, between `low` and `high`."""
     low: float = -10.0
-    """The least of these returns."""
+    """Of DistributionalDQNLoss: the least return that it can tell apart."""
     high: float = 10.0
-    """The largest."""
+    """Of DistributionalDQNLoss: the largest return that it can tell apart."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class TorchRLConfig(LossConfig):
     """The settings of an agent, or of every policy that says nothing else."""
 
     policies: dict[str, Any] | None = None
-    """Of environments with groups: who follows which, as in `IPPOConfig`."""
+    """Of environments with groups: who follows which, as of `algo=ippo`."""
 
 
 class Parts(NamedTuple):
@@ -230,7 +233,7 @@ class _Builder:
         return DistributionalQValueActor(net, in_keys=keys, support=support, spec=spec)
 
 
-_STATE_KEY, _MASK_KEY = ("observation", STATE), ("observation", MASK)
+_STATE_KEY, _MASK_KEY = ("observation", STATE), ("observation", ACTION_MASK)
 
 
 class _Net(nn.Module):
@@ -247,7 +250,7 @@ class _Net(nn.Module):
 
 def _flat(x: Tensor, num_dims: int) -> Tensor:
     x = x.reshape(*x.shape[: x.ndim - num_dims], -1)
-    return x if x.is_floating_point() else x.float() / (255 if x.dtype == torch.uint8 else 1)
+    return x if x.is_floating_point() else scaled(x)
 
 
 class _Logits(nn.Module):

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import mlp, random
 from torchpod.algos.a2c import A2C, A2CConfig
+from torchpod.algos.actor_critic import ActorCritic, ActorCriticConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench import floor
@@ -48,9 +49,9 @@ class Work(NamedTuple):
     """An environment, and the settings for it: those of jax_ppo.py."""
 
     env: TensorEnv
-    config: PPOConfig = PPOConfig()
+    config: ActorCriticConfig = PPOConfig()
     learner: LearnerConfig = LearnerConfig()
-    agent: type[PPO] = PPO
+    agent: Callable[..., ActorCritic] = PPO
     unroll_length: int = UNROLL_LENGTH
 
 

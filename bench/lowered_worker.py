@@ -32,6 +32,7 @@ from torchpod.anakin import Anakin
 from torchpod.bench import anakin_worker, interpreted
 from torchpod.compile import Compiler
 from torchpod.config import load
+from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.graph import Replay
 from torchpod.makers import make_agent, make_env
 from torchpod.trees import reader
@@ -333,7 +334,7 @@ def iteration(overrides: Sequence[str], *, machine_code: bool = False, check: bo
         env,
         num_envs=config.num_envs,
         unroll_length=config.algo.unroll_length,
-        learner=replace(config.algo.learner, chunk_rows=2**62),  # a GPU takes a minibatch whole
+        learner=replace(config.algo.learner, chunk_rows=config.algo.learner.chunk_rows or DEFAULT_CHUNK_ROWS["cuda"]),
         num_iterations=config.num_iterations,
         compiler=compiler,
         replay=config.algo.replay,

@@ -27,6 +27,7 @@ from torchpod.anakin import Anakin, RunState
 from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled
 from torchpod.compile import Compiler
+from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.env import TensorEnv
 from torchpod.envs import CovidEconomy, TagContinuous, TagGridWorld
 from torchpod.graph import Replay
@@ -38,9 +39,8 @@ from torchpod.types import FIRST, Tree
 
 ACTION_SETS = 8
 """Random actions of all environments, drawn beforehand and used in turn: what they cost is a row of its own."""
-CHUNK_ROWS = {"cpu": 4096, "cuda": 1 << 22}
-"""Rows of agents per gradient call, about: what stays in a cache, and what holds the activations of 2000 x 1000 agents
-below the rest of the memory."""
+CHUNK_ROWS = DEFAULT_CHUNK_ROWS | {"cpu": 4096}
+"""Rows of agents per gradient call, about."""
 FEW_STEPS = 8
 MOST_COPIED = 1 << 28
 

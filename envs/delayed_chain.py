@@ -49,8 +49,8 @@ class DelayedChain(TensorEnv):
     distractors).
 
     Args:
-      low: the shortest length.
-      high: the longest.
+      low: the shortest length of an episode.
+      high: the longest length of an episode.
       noisy: every reward but the last is 1 or -1, equally likely, instead of 0.
       num_distractors: random bits in the observation.
       lifetime_seed: None: each environment draws its own chain; an integer: all have the chain of this seed.

@@ -20,7 +20,7 @@ from torchpod.env import Env, TensorEnv, where
 from torchpod.envs.arguments import at_least, number
 from torchpod.ops.features import one_hot
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree, features, width
-from torchpod.types import FIRST, MID, TimeStep, Tree
+from torchpod.types import ACTION_MASK, FIRST, MID, TimeStep, Tree
 
 _STICKY = 0x57C1
 """Folded into the keys of a step, for draws that are not the environment's."""
@@ -142,7 +142,7 @@ class FrameStack(Transform):
         if not isinstance(observation, dict):
             return fn(observation, *others)
         return {
-            k: x if k == "action_mask" else FrameStack._each(fn, x, *(o[k] for o in others))
+            k: x if k == ACTION_MASK else FrameStack._each(fn, x, *(o[k] for o in others))
             for k, x in observation.items()
         }
 
@@ -221,15 +221,15 @@ class Flatten(Transform):
     @staticmethod
     def _flat_spec(spec: SpecTree) -> SpecTree:
         flat = Array((sum(width(leaf) for _, leaf in _entries(spec)),))
-        masked = isinstance(spec, dict) and "action_mask" in spec
-        return {"observation": flat, "action_mask": spec["action_mask"]} if masked else flat
+        masked = isinstance(spec, dict) and ACTION_MASK in spec
+        return {"observation": flat, ACTION_MASK: spec[ACTION_MASK]} if masked else flat
 
     @staticmethod
     def _flat(observation: Tree, spec: SpecTree) -> Tree:
         pairs = zip(_entries(observation), _entries(spec), strict=True)
         flat = torch.cat([features(x, leaf) for (_, x), (_, leaf) in pairs], -1)
-        masked = isinstance(observation, dict) and "action_mask" in observation
-        return {"observation": flat, "action_mask": observation["action_mask"]} if masked else flat
+        masked = isinstance(observation, dict) and ACTION_MASK in observation
+        return {"observation": flat, ACTION_MASK: observation[ACTION_MASK]} if masked else flat
 
 
 class OneHot(Transform):
@@ -362,7 +362,7 @@ TRANSFORMS: dict[str, Callable[..., Env]] = {
 def _map_spec(fn: Callable[[Any], Any], spec: SpecTree) -> SpecTree:
     if not isinstance(spec, dict):
         return fn(spec)
-    return {k: s if k == "action_mask" else _map_spec(fn, s) for k, s in spec.items()}
+    return {k: s if k == ACTION_MASK else _map_spec(fn, s) for k, s in spec.items()}
 
 
 def _one_hot_spec(spec: Any) -> Any:
@@ -373,7 +373,7 @@ def _entries(tree: Tree, name: str = "") -> list[tuple[str, Any]]:
     """Leaves of an observation or its spec in the order of their names, without masks."""
     if not isinstance(tree, dict):
         return [(name, tree)]
-    return [entry for k in sorted(tree) if k != "action_mask" for entry in _entries(tree[k], k)]
+    return [entry for k in sorted(tree) if k != ACTION_MASK for entry in _entries(tree[k], k)]
 
 
 def _zeros(spec: SpecTree, lead: tuple[int, ...], device: torch.device) -> Tree:

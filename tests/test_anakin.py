@@ -121,7 +121,7 @@ def test_an_iteration_is_a_function_of_its_state(seed):
 def test_a_reward_that_is_not_finite_stops_the_run_with_the_offending_trajectory(seed, iterations_per_call):
     anakin = make(Cursed())  # 4 steps per iteration: the 10th is in the third
     start, seen = anakin.init(seed), []
-    with pytest.raises(NonFiniteError, match="iteration 3") as error:
+    with pytest.raises(NonFiniteError, match="iteration 3 must be finite and is not; look in `trajectory`") as error:
         for report, _ in train(anakin, start, iterations_per_call=iterations_per_call):
             seen.append(report.iteration)
     assert error.value.iteration == 3

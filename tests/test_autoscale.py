@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import yaml
 from torchpod import autoscale
 from torchpod.algos import PPO
 from torchpod.config import ConfigError, load
+from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.envs import CartPole
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.main import main
@@ -19,8 +21,15 @@ from torchpod.probe import Answer
 
 def test_chunks_begin_where_those_of_the_learner_do():
     learner = Learner(PPO(CartPole().spec), LearnerConfig(), num_iterations=1)
-    rows = torch.ones(learner.config.num_minibatches, 8 * autoscale._CPU_CHUNK)
+    rows = torch.ones(learner.config.num_minibatches, 8 * DEFAULT_CHUNK_ROWS["cpu"])
     assert learner.dealer.num_chunks({"weight": rows}, dealt=True) == 8
+
+
+def test_a_gpu_takes_a_minibatch_of_most_runs_whole_and_none_of_any_size():
+    learner = Learner(PPO(CartPole().spec), LearnerConfig(num_minibatches=1), num_iterations=1)
+    for rows, chunks in ((65_536 * 32, 1), (2000 * 1000 * 100, 48)):
+        weights = SimpleNamespace(shape=torch.Size([1, rows]), device=torch.device("cuda"))
+        assert abs(learner.dealer.num_chunks({"weight": weights}, dealt=True) - chunks) <= 2
 
 
 class TestFile:

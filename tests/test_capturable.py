@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchpod import random
-from torchpod.algos.a2c import A2C
+from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
@@ -115,7 +115,7 @@ def test_an_iteration_needs_nothing_from_the_host(env, population):
 
 @pytest.mark.parametrize("population", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("env", [CartPole(), Seaquest()], ids=lambda env: env.spec.name)
-@pytest.mark.parametrize(("make", "config"), [(A2C, PPOConfig(hidden=(8,))), (IMPALA, IMPALAConfig(hidden=(8,)))])
+@pytest.mark.parametrize(("make", "config"), [(A2C, A2CConfig(hidden=(8,))), (IMPALA, IMPALAConfig(hidden=(8,)))])
 def test_an_iteration_of_other_agents_needs_nothing_from_the_host(make, config, env, population):
     assert iterate(lambda: make(env.spec, config), env, population) == ([], [])
 

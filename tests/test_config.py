@@ -34,6 +34,8 @@ def test_the_groups_hold_what_there_is():
     assert choices("env") == sorted(envs.MAKERS)
     assert choices("algo") == sorted(algos.MAKERS)
     assert set(choices("experiment")) >= {"cartpole", "catch", "memory_chain", "pendulum"}
+    replayed = {name for name, (maker, _) in algos.MAKERS.items() if getattr(maker, "replayed", 0)}
+    assert set(algos.REPLAYED) == replayed | {"sac"}  # a function, of classes that do
 
 
 SLOW = [f"experiment={x}" for x in ("ppo_minatar_freeway", "impala_pong", "ppo_pong_gpu", "r2d2_breakout")]
@@ -133,6 +135,30 @@ def test_an_agent_in_a_file_takes_the_settings_that_its_constructor_is_annotated
     assert config.experiment == "user_agent_cartpole"
     agent = make_agent(config.algo, make_env("cartpole").spec)()
     assert (type(agent).__name__, agent.config.hidden, agent.config.clip) == (name, (8,), 0.1)
+
+
+BOLD = ["env=cartpole", f"algo={AGENT_FILE}:Bold", "population=2"]
+
+
+def test_a_setting_of_an_agent_in_a_file_may_be_named_like_one_of_ours_with_bounds(tmp_path: Path):
+    beta = ["+members.beta=[6,7]", "algo.learner.schedules={trust:[[0,0.5],[5e7,1]]}", f"run_dir={tmp_path}"]
+    run = execute(load([*BOLD, "+algo.agent.beta=5.5", *beta, *TINY]))
+    assert run.variables["beta"].tolist() == [6.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+algo.agent.trust=2", "algo.agent.trust=2 must lie from 0 to 1."),
+        ("+algo.agent.clip=-1", "algo.agent.clip=-1 must lie from 0 to inf."),  # whose bounds are those of PPO
+        ("+members.trust=[0,2]", "members.trust=[0.0, 2.0] must lie from 0 to 1."),
+        ("algo.learner.schedules={trust:[[0,2]]}", "schedules.trust=[[0.0, 2.0]] must have values from 0 to 1."),
+    ],
+)
+def test_bounds_that_an_agent_in_a_file_declares_are_kept(override: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        execute(load([*BOLD, override, *TINY]))
+    assert message in str(error.value)
 
 
 def test_a_file_beside_another_of_the_same_name_is_not_mistaken_for_it(tmp_path: Path):
@@ -275,6 +301,7 @@ def test_members_of_a_policy_are_checked_too():
     [
         (["algo=dqn", "algo.replay.alpha=0.2"], "algo.replay.alpha is of prioritised replay; add algo.replay.priorit"),
         (["algo=dqn", "algo.replay.min_size=-5"], "algo.replay.min_size=-5 must lie from 0 to inf."),
+        (["algo=a2c", "algo.agent.clip=0.1"], "algo.agent.clip is no setting; "),
         (["algo=dqn", "loss=ClipPPOLoss"], "loss=ClipPPOLoss is of algo=torchrl; leave algo=dqn out, or the loss."),
         (["algo=ppo", "loop=sebulba", "logger.phases=true"], "logger.phases=true is for loop=anakin; leave it out."),
         (["algo=torchrl", "algo.agent.loss=SACLoss"], "write loss=SACLoss, which has all."),

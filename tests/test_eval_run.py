@@ -72,7 +72,9 @@ def test_a_finished_dqn_is_sampled_with_its_last_share_of_random_actions(tmp_pat
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_environment_is_closed_whatever_comes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails):
+def test_the_environment_is_closed_and_threads_are_as_before_whatever_comes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails
+):
     env = ("env=gymnasium", "env.task=CartPole-v1", "loop=sebulba", f"total_env_steps={STEPS}")
     run = execute(load([*SMALL[2:], *env, f"run_dir={tmp_path}/run"]))
     open_before, close = [], Gymnasium.close
@@ -84,6 +86,10 @@ def test_the_environment_is_closed_whatever_comes_of_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(Gymnasium, "close", closing)
     if fails:
         monkeypatch.setattr("torchpod.eval_run.eval_returns", lambda score: 1 / 0)
+    threads = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         eval_run(run.dir, episodes=2)
+    assert threads == [1, 3]
     assert open_before == [False, True]  # the first is that of `init`

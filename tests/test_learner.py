@@ -473,7 +473,7 @@ class Echo(Agent):
         return LossOutput(self.coefficient * batch.steps["weight"].sum() + 0 * self.net.weight.sum(), {})
 
 
-def test_hyperparameters_are_annealed_to_nothing_and_stay_what_they_were_in_the_state(seed):
+def test_hyperparameters_are_annealed_to_nothing_and_stay_what_they_were_in_the_state(seed, monkeypatch):
     trajectory, keys = experience(seed, 16, 6), random.split(random.key(seed), 6)
     agent = Echo()
     learner = Learner(agent, LearnerConfig(num_epochs=2, num_minibatches=2, anneal=("coefficient",)), num_iterations=4)
@@ -486,6 +486,21 @@ def test_hyperparameters_are_annealed_to_nothing_and_stay_what_they_were_in_the_
     wrong = Learner(agent, LearnerConfig(anneal=("entropy",)), num_iterations=4)
     with pytest.raises(ValueError, match=r"anneal=\['entropy'\]: entropy is not known; known: coefficient\."):
         wrong.init(*variables_of(agent))
+    monkeypatch.setattr(Echo, "annealed", ("left",))
+    wrong = Learner(agent, LearnerConfig(), num_iterations=4)
+    with pytest.raises(ValueError, match=r"Echo\.annealed=\('left',\): left is not known; known: coefficient\."):
+        wrong.init(*variables_of(agent))
+
+
+def test_losses_of_other_names_than_the_optimizer_groups_are_refused(seed, monkeypatch):
+    agent, trajectory = Echo(), experience(seed, 16, 6)
+    monkeypatch.setattr(Echo, "loss", lambda self, *_: LossOutput({"policy": self.coefficient}, {}))
+    learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=2), num_iterations=4)
+    message = (
+        r"Echo\.loss must give one loss for each of optimizer_groups\(\), \['loss'\], and gives \['policy'\]; let it"
+    )
+    with pytest.raises(ValueError, match=message):
+        learner.update(learner.init(*variables_of(agent)), trajectory, random.split(random.key(seed), 6))
 
 
 def test_hyperparameters_follow_their_schedules_and_stay_what_they_were_in_the_state(seed):

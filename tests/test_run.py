@@ -422,6 +422,20 @@ class TestNanGuard:
         if "1200" not in algo:
             assert checkpoint.latest(tmp_path / "a").name == f"{7:010d}"
 
+    @pytest.mark.parametrize("algo", ["ppo", "ppo loop=sebulba", "ippo"], ids=["ppo", "sebulba", "of two agents"])
+    def test_a_mask_that_allows_nothing_from_the_first_step_on_is_refused_at_the_start(self, tmp_path: Path, algo: str):
+        kind, name, where, more = "Closing", "", "environment 0", ""
+        if algo == "ippo":
+            kind, name, where = "ClosingOfTwo", "['pair']", "environment 0, agent 1"
+            more = "; leave something to agents that are out of the game too"
+        with pytest.raises(ConfigError) as error:
+            execute(load([*SMALL, *f"algo={algo}".split(), f"env={ENV_FILE}:{kind}", f"run_dir={tmp_path / 'a'}"]))
+        assert str(error.value) == (
+            f"env={ENV_FILE}:{kind} breaks the contract: observation{name}['action_mask'] must allow at least one "
+            f"action in every row; in {where} it allows none{more}."
+        )
+        assert not (tmp_path / "a").exists()
+
 
 class TestUserEnvironment:
     def test_a_class_in_a_file_is_trained_resumed_and_evaluated(self, tmp_path: Path):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchpod.agent import Bound
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.bounds import bounded
 from torchpod.specs import EnvSpec
 from torchpod.types import ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
@@ -44,6 +45,24 @@ class Picky(PPO):
 
     def __init__(self, spec: EnvSpec, config: PickyConfig) -> None:
         super().__init__(spec, config)
+
+
+@dataclass(frozen=True)
+class BoldConfig(MyConfig):
+    """`beta` is a name that replay has, within bounds; `trust` has bounds of its own."""
+
+    clip: float = 0.3
+    beta: float = 5.0
+    trust: float = bounded(0.5, least=0, most=1)
+
+
+class Bold(PPO):
+    """Has hyperparameters of its own."""
+
+    def __init__(self, spec: EnvSpec, config: BoldConfig) -> None:
+        super().__init__(spec, config)
+        self.hyperparameter("beta", config.beta)
+        self.hyperparameter("trust", config.trust)
 
 
 class Shapeless(PPO):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
-from torchpod.types import Tree
+from torchpod.types import ACTION_MASK, Tree
 
 
 def lead_of(spec: EnvSpec, group: str | None, num_envs: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def open_masks(spec: EnvSpec, observation: Tree) -> dict[str, Tensor]:
 
 def mask_of(observation: Tree) -> Tensor | None:
     """The `action_mask` of an observation, if it has one."""
-    return observation.get("action_mask") if isinstance(observation, dict) else None
+    return observation.get(ACTION_MASK) if isinstance(observation, dict) else None
 
 
 def mask_by_choice(mask: Tensor, action: SpecTree) -> tuple[Tensor, ...]:

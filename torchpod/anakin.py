@@ -23,7 +23,7 @@ from torchpod.graph import Replay
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.phases import Phases
 from torchpod.replay import Priorities, ReplayConfig
-from torchpod.replay.learning import ReplayLearner
+from torchpod.replay.learning import ReplayLearner, iterations_before
 from torchpod.reuse_forward import ReuseForward
 from torchpod.rollout import Step, make_step, start, unroll
 from torchpod.through_env import Tape, ThroughEnv
@@ -61,7 +61,10 @@ class NonFiniteError(FloatingPointError):
     """A gradient was not finite, or a mask allowed nothing. `trajectory` and `iteration` say from what."""
 
     def __init__(self, iteration: int, trajectory: Trajectory) -> None:
-        super().__init__(f"iteration {iteration}: the gradient is not finite, or a mask allowed nothing")
+        super().__init__(
+            f"the gradient of iteration {iteration} must be finite and is not; look in `trajectory` for numbers that "
+            "are not finite and for masks that allow nothing, or lower learning_rate or max_grad_norm."
+        )
         self.iteration, self.trajectory = iteration, trajectory
 
 
@@ -178,8 +181,17 @@ class Anakin:
         self.agent = make_agent().to(device)
         self.num_envs, self.unroll_length, self.ranks = num_envs, unroll_length, ranks
         self.num_iterations, self.population, self.compiler = num_iterations, compiler.population, compiler
-        length = {"num_iterations": num_iterations, "steps_per_iteration": num_envs * unroll_length * ranks.world_size}
-        self.learner = Learner(self.agent, learner, compiler=compiler, ranks=ranks, **length)
+        total = num_envs * ranks.world_size
+        before = iterations_before(self.agent, replay, num_envs=total, unroll_length=unroll_length)
+        self.learner = Learner(
+            self.agent,
+            learner,
+            num_iterations=num_iterations,
+            iterations_before=before,
+            steps_per_iteration=total * unroll_length,
+            compiler=compiler,
+            ranks=ranks,
+        )
         self._axis = 0 if self.population == 1 else 1
         self._step = compiler(make_step(self.agent, env), fall_back=self.agent.may_fall_back)
         self._count, self.phases = compiler(counting(self.agent.teams, env.spec)), Phases(self.device, phases)

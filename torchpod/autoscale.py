@@ -18,6 +18,7 @@ import yaml
 from torchpod.arguments import Parser
 from torchpod.cgroups import available_bytes
 from torchpod.config import ConfigError, TrainConfig, load
+from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.gxx import cores
 from torchpod.knobs import GAIN, NAMES, Row, Search, Setting
 from torchpod.probe import CPU_SHARE, Answer, measure
@@ -26,8 +27,6 @@ from torchpod.run_folder import hardware, write_text
 _PACE = "algo.env_steps_per_update"
 _QUIET = 0.95
 """The least share of a core that a probe has on a machine with nothing else to do."""
-_CPU_CHUNK = 2048
-"""Rows: what `chunk_rows=null` means on a CPU."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         max_envs=options.max_envs,
         largest=options.largest,
         fine=options.fine,
-        default_chunk=_CPU_CHUNK if on_cpu else None,
+        default_chunk=DEFAULT_CHUNK_ROWS[torch.device(config.device).type],
         max_actors=cores(),
         before=table.before,
         after=table.after,

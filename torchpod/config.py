@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchpod import algos, configs
 from torchpod.algos.torchrl import without_effect
+from torchpod.bounds import bounds_of
 from torchpod.hints import nearest
 from torchpod.interop.unfit import UNSUPPORTED, unsupported
 from torchpod.learner import LearnerConfig
@@ -55,38 +56,6 @@ _AT_LEAST_1 = (
     "evaluation.episodes",
     "evaluation.every",
 )
-_RANGES = {
-    "learning_rate": (0.0, float("inf")),
-    "max_grad_norm": (0.0, float("inf")),
-    "epsilon": (0.0, 1.0),
-    "beta1": (0.0, 0.999999),  # of 1 nothing would ever be learned, or divided by 0
-    "beta2": (0.0, 0.999999),
-    "discount": (0.0, 1.0),
-    "gae_lambda": (0.0, 1.0),
-    "lambda_": (0.0, 1.0),
-    "clip": (0.0, float("inf")),
-    "reward_clip": (1e-9, float("inf")),
-    "rho_clip": (0.0, float("inf")),
-    "c_clip": (0.0, float("inf")),
-    "alpha": (0.0, float("inf")),
-    "beta": (0.0, 1.0),
-    "exploration_fraction": (0.0, 1.0),
-    "target_rate": (0.0, 1.0),
-    "target_interval": (1, float("inf")),
-    "target_noise_clip": (0.0, float("inf")),
-    "num_quantiles": (1, float("inf")),
-    "min_size": (0, float("inf")),
-    "rescale": (0.0, float("inf")),
-    "largest_share": (0.0, 1.0),
-    "huber_delta": (0.0, float("inf")),
-    "epsilon_spread": (0.0, float("inf")),
-    "noise_std": (0.0, float("inf")),
-    "ou_rate": (0.0, float("inf")),
-    "target_noise_std": (0.0, float("inf")),
-}
-"""Of hyperparameters, whether of the learner, of an agent or of members of a population."""
-
-
 _SEBULBA = tuple(f.name for f in dataclasses.fields(SebulbaConfig))
 
 
@@ -108,8 +77,8 @@ class AlgoConfig:
     replay: ReplayConfig | None = None
     """Of agents that learn from replay."""
     env_steps_per_update: float | None = None
-    """Of these too: how many steps of all environments there are for every update, 0.25 for four updates per step. It
-    sets `algo.learner.num_minibatches`, the updates per iteration."""
+    """Of agents that learn from replay: how many steps of all environments there are for every update, 0.25 for four
+    updates per step. It sets `algo.learner.num_minibatches`, the updates per iteration."""
 
 
 @dataclass(frozen=True)
@@ -292,11 +261,6 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(f"device={config.device} is not known; use cpu, cuda or cuda:INDEX.")
     if config.run_dir == "":
         raise ConfigError("run_dir is empty; name a folder, or leave it out.")
-    check_ranges(dataclasses.asdict(config.algo.learner), "algo.learner.")
-    check_ranges(config.algo.agent, "algo.agent.")
-    _check_schedules(config.algo.learner.schedules or {})
-    if config.algo.replay is not None:
-        check_ranges(dataclasses.asdict(config.algo.replay), "algo.replay.")
     if not config.checkpoint.interval_s >= 0:
         raise ConfigError(f"checkpoint.interval_s={config.checkpoint.interval_s} must be at least 0.")
     if config.loop.name not in ("anakin", "sebulba"):
@@ -312,7 +276,7 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
             raise ConfigError(
                 f"members.{name}={list(column)} must be a list of population={config.population} numbers."
             )
-    check_ranges(config.members, "members.")
+    check_bounds(config.algo, config.members, algos.MAKERS.get(config.algo.name, (None, None))[1])
     config = _paced(config)
     _check_minibatches(config)
     return config
@@ -355,19 +319,29 @@ def _check_minibatches(config: TrainConfig) -> None:
         )
 
 
-def check_ranges(values: Mapping[str, Any], prefix: str) -> None:
-    """Refuses numbers that hyperparameters of their names, those of policies too, cannot have."""
-    for name, value in values.items():
-        kind = name.rpartition(".")[2]
-        low, high = _RANGES.get(kind, (-float("inf"), float("inf")))
+def check_bounds(algo: AlgoConfig, members: Mapping[str, Any], agent: type | None) -> None:
+    """Refuses hyperparameters outside the bounds that the settings of their agent declare, if it is known yet."""
+    bounds = {} if agent is None else bounds_of(agent)
+    _check_ranges(algo.agent, bounds, "algo.agent.")
+    bounds = {"learning_rate": bounds_of(LearnerConfig)["learning_rate"]} | bounds
+    _check_ranges(members, bounds, "members.")
+    _check_schedules(algo.learner.schedules or {}, bounds)
+
+
+def _check_ranges(values: Mapping[str, Any], bounds: Mapping[str, tuple[float, float]], prefix: str) -> None:
+    """Refuses numbers that settings of their names, those of policies too, cannot have."""
+    for name in [name for name in values if name.rpartition(".")[2] in bounds]:
+        value, (low, high) = values[name], bounds[name.rpartition(".")[2]]
         given = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
         numbers = [x for x in given if isinstance(x, int | float)]  # others are refused for what they are
-        if kind in _RANGES and not all(low <= number <= high for number in numbers):
+        if not all(low <= number <= high for number in numbers):
             shown = list(value) if isinstance(value, tuple) else value
             raise ConfigError(f"{prefix}{name}={shown} must lie from {low:g} to {high:g}.")
 
 
-def _check_schedules(schedules: Mapping[str, Sequence[Sequence[float]]]) -> None:
+def _check_schedules(
+    schedules: Mapping[str, Sequence[Sequence[float]]], bounds: Mapping[str, tuple[float, float]]
+) -> None:
     for name, points in schedules.items():
         where = f"algo.learner.schedules.{name}={[list(point) for point in points]}"
         if not points or any(len(point) != 2 for point in points):
@@ -376,7 +350,7 @@ def _check_schedules(schedules: Mapping[str, Sequence[Sequence[float]]]) -> None
         if not all(map(math.isfinite, itertools.chain(*points))) or sorted(set(steps)) != steps:
             raise ConfigError(f"{where} must be finite numbers, with steps that grow from point to point.")
         kind = "learning_rate" if name.startswith("learning_rate") else name.rpartition(".")[2]
-        low, high = _RANGES.get(kind, (-math.inf, math.inf))
+        low, high = bounds.get(kind, (-math.inf, math.inf))
         if not all(low <= value <= high for _, value in points):
             raise ConfigError(f"{where} must have values from {low:g} to {high:g}.")
 
@@ -397,7 +371,6 @@ def _keys_of(groups: tuple[str, ...]) -> Sequence[str]:
 def _register() -> None:
     store = ConfigStore.instance()
     agents = {f"{name}_defaults": (name, config()) for name, (_, config) in algos.MAKERS.items()}
-    makers = {name: maker for name, (maker, _) in algos.MAKERS.items()}
     for choice, (name, agent) in (agents | {"custom": ("custom", None)}).items():
         node = {
             "name": name,
@@ -405,7 +378,7 @@ def _register() -> None:
             "agent": dataclasses.asdict(agent) if agent is not None else {},
             "learner": dataclasses.asdict(LearnerConfig()),
         }
-        if agent is None or getattr(makers.get(name), "replayed", 0):
+        if agent is None or name in algos.REPLAYED:
             node |= {"replay": dataclasses.asdict(ReplayConfig()), "env_steps_per_update": None}
         store.store(group="algo", name=choice, node=plain(node))
     store.store(group="env", name="custom", node={"name": "custom"})
@@ -510,13 +483,15 @@ def build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def typed(cls: Any, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Values as the fields of a dataclass want them."""
+    """Values as the fields of a dataclass want them, within their bounds."""
     hints = typing.get_type_hints(cls)
     names = {f.name for f in dataclasses.fields(cls)}
     for name in values:
         if name not in names:
             raise ConfigError(f"{prefix}{name} is no setting; {nearest(name, names)}")
-    return {name: _cast(hints[name], value, prefix + name) for name, value in values.items()}
+    found = {name: _cast(hints[name], value, prefix + name) for name, value in values.items()}
+    _check_ranges(found, bounds_of(cls), prefix)
+    return found
 
 
 def _cast(hint: Any, value: Any, name: str) -> Any:

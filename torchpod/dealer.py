@@ -20,6 +20,10 @@ from torchpod.distributed import ALONE, Ranks, SplitError
 from torchpod.trees import paths, reader, writer
 from torchpod.types import Batch, Tree
 
+DEFAULT_CHUNK_ROWS = {"cpu": 2048, "cuda": 1 << 22}
+"""By the kind of device: rows whose activations stay in a CPU's cache, or take little of a GPU's memory (3 GB of two
+layers of 32 units, by estimate)."""
+
 
 def weights_of(steps: dict[str, Tree]) -> list[str]:
     """Names of the weights among the columns of a batch: `weight`, and `POLICY/weight` of several policies."""
@@ -107,7 +111,7 @@ class Dealer:
         m, recurrent, first = self.num_minibatches, self.agent.recurrent, shapes[0]
         self.minibatch_rows = total = max(shape.numel() for shape in shapes) // m
         splittable = first[2 if recurrent else 1] if dealt else (1 if recurrent else first[0]) * first[1] // m
-        limit = self.chunk_rows or (2048 if weights[0].device.type == "cpu" else max(1, total))
+        limit = self.chunk_rows or DEFAULT_CHUNK_ROWS["cpu" if weights[0].device.type == "cpu" else "cuda"]
         return _divisor_near(total, splittable, limit)
 
     def cut(self, minibatches: Batch, num_chunks: int) -> list[Batch]:

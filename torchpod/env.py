@@ -137,7 +137,8 @@ def make_timestep(
     if "alive" in extras:
         if set(extras["alive"]) != set(discount):
             raise ValueError(
-                f"extras['alive'] has groups {sorted(extras['alive'])}, rewards {sorted(discount)}; say all."
+                f"make_timestep needs extras['alive'] for the groups of the reward, {sorted(discount)}, and it has "
+                f"{sorted(extras['alive'])}; give each group a bool tensor [B, N], all True where nobody dies."
             )
         discount = pytree.tree_map(torch.mul, discount, extras["alive"])
     return TimeStep(step_type, reward, discount, observation, extras)

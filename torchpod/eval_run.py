@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +17,7 @@ from torchpod.evaluate import evaluate
 from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
 from torchpod.recording import check_recording, record_episode, save_recording
-from torchpod.replay import ReplayConfig
-from torchpod.replay.learning import ReplayLearner
+from torchpod.replay.learning import iterations_before
 from torchpod.run_folder import read_config
 from torchpod.scripted import scripted
 from torchpod.summary import each, eval_returns, unfinished
@@ -79,6 +77,8 @@ def eval_run(
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env) if env is None else env
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         if video is not None:
             check_video(video, env)
@@ -93,7 +93,6 @@ def eval_run(
         where = torch.device(device if env.traits.pure else "cpu")
         agent, weights = agent.to(where), {name: x.to(where) for name, x in weights.items()}
         key = random.fold_in(random.key(config.evaluation_seed if seed is None else seed, where), EVAL_STREAM)
-        torch.set_num_threads(1)
         compiler = Compiler(False, config.population)
         env = watched(env, "the evaluation", config.loop.timeout_s)
         score = evaluate(
@@ -113,6 +112,7 @@ def eval_run(
             lines += [line + (f", member {member}" if config.population > 1 else "") for line in made]
         return "\n".join(lines)
     finally:
+        torch.set_num_threads(threads)
         close_all([env])
 
 
@@ -126,17 +126,15 @@ def acting_weights(config: TrainConfig, agent: Agent, weights: Variables, iterat
       iteration: the number of the checkpoint.
     """
     parts, length = config.loop.updates_per_batch, config.algo.unroll_length
+    before = iterations_before(agent, config.algo.replay, num_envs=config.num_envs, unroll_length=length)
     learner = Learner(
         agent,
         config.algo.learner,
         num_iterations=config.num_iterations * parts,
+        iterations_before=before,
         steps_per_iteration=config.num_envs * length // parts,
     )
-    if agent.replayed:
-        replay = replace(config.algo.replay or ReplayConfig(), folder=None)  # nothing is stored
-        sizes = {"num_envs": config.num_envs, "unroll_length": length}
-        ReplayLearner(agent, learner, replay, compiler=Compiler(enabled=False), **sizes)  # tells it when it begins
-    updates = max(0, iteration - learner.iterations_before) * parts
+    updates = max(0, iteration - before) * parts
     lead = () if config.population == 1 else (config.population,)
     number, num_steps = (
         torch.full(lead, n)

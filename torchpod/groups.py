@@ -26,8 +26,7 @@ class Groups:
             owners = [g for g, prefixes in agent.optimizer_groups().items() if name.startswith(tuple(prefixes))]
             if len(owners) != 1:
                 raise ValueError(
-                    f"parameter {name} belongs to optimizer groups {owners}; optimizer_groups() must put every "
-                    "parameter in exactly one."
+                    f"optimizer_groups() must put every parameter in exactly one group; {name} is in {owners}."
                 )
             self.names[owners[0]].append(name)
 

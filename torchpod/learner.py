@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import Agent, Variables, bind
+from torchpod.bounds import bounded
 from torchpod.compile import Compiler, span
 from torchpod.dealer import Dealer, weight_of_buffer
 from torchpod.distributed import ALONE, Ranks
@@ -39,27 +40,27 @@ class LearnerConfig:
     """Passes over each trajectory."""
     num_minibatches: int = 4
     """Updates per pass: parts of equal size that the trajectory is cut into. With replay: updates per iteration."""
-    learning_rate: float | dict[str, float] = 2.5e-4
+    learning_rate: float | dict[str, float] = bounded(2.5e-4, least=0)
     """Of Adam (Kingma and Ba 2015); or one per optimizer group."""
     anneal_learning_rate: bool = True
-    """Linearly to 0 over the iterations of the run."""
+    """Let the learning rate fall linearly to 0 over the iterations of the run."""
     anneal: tuple[str, ...] = ()
-    """Hyperparameters of the agent that fall linearly to 0 as well, e.g. entropy_coefficient."""
+    """Hyperparameters of the agent that fall linearly to 0 over the run, e.g. entropy_coefficient."""
     schedules: dict[str, tuple[tuple[float, ...], ...]] | None = None
     """`{entropy_coefficient: [[0, 0.5], [5e7, 0.05]]}`: a hyperparameter of the agent, `learning_rate` or
     `learning_rate.GROUP` by points (environment steps, value): straight lines between them, constant before and after.
     Steps count as those of total_env_steps do. It takes the place of the setting, and of its annealing."""
-    max_grad_norm: float | dict[str, float] = 0.5
+    max_grad_norm: float | dict[str, float] = bounded(0.5, least=0)
     """Global-norm clip of each optimizer group; or one per optimizer group."""
-    beta1: float = 0.9
+    beta1: float = bounded(0.9, least=0, most=0.999999)  # of 1 nothing would be learned, or divided by 0
     """Decay of Adam's mean of gradients."""
-    beta2: float = 0.999
-    """Decay of its mean of their squares."""
-    epsilon: float = 1e-5
-    """Added to the root of these."""
+    beta2: float = bounded(0.999, least=0, most=0.999999)
+    """Decay of Adam's mean of squared gradients."""
+    epsilon: float = bounded(1e-5, least=0, most=1)
+    """Adam adds it to the root of that mean of squares, by which it divides."""
     chunk_rows: int | None = None
-    """Rows per gradient call, about: a minibatch is summed up in equal chunks so that activations stay in cache. None:
-    2048 on CPU, all of them on CUDA."""
+    """Rows per gradient call, about: a minibatch is summed up in equal chunks so that activations stay in cache. null:
+    2048 on CPU, 4,194,304 on CUDA."""
 
 
 class LearnerState(NamedTuple):
@@ -100,6 +101,7 @@ class Learner:
       agent: what to train; only its methods are used, its parameters live in `LearnerState`.
       config: see `LearnerConfig`.
       num_iterations: iterations of the whole run, for annealing.
+      iterations_before: the first of these, which only fill replay: what falls over the run falls after them.
       steps_per_iteration: steps of all environments on all ranks in an iteration, which schedules count.
       compiler: how to compile (and vmap) the parts.
       ranks: over whom to sum.
@@ -111,13 +113,14 @@ class Learner:
         config: LearnerConfig,
         *,
         num_iterations: int,
+        iterations_before: int = 0,
         steps_per_iteration: int = 1,
         compiler: Compiler | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.agent, self.config, self.ranks = agent, config, ranks
-        self.num_iterations, self.steps_per_iteration = num_iterations, steps_per_iteration
-        self.iterations_before = 0  # that only fill replay
+        self.num_iterations, self.iterations_before = num_iterations - iterations_before, iterations_before
+        self.steps_per_iteration = steps_per_iteration
         self._schedules = config.schedules or {}
         self.groups = Groups(agent)
         for group in set(agent.policy_groups) - self.groups.names.keys():
@@ -163,7 +166,9 @@ class Learner:
         rates = self._by_group("learning_rate", self.config.learning_rate)
         for name in self._annealed:
             if name not in buffers:
-                raise ValueError(f"anneal={list(self.config.anneal)}: {name} is not known; {nearest(name, buffers)}")
+                is_own, kind = name not in self.config.anneal, type(self.agent).__name__
+                where = f"{kind}.annealed={self.agent.annealed}" if is_own else f"anneal={list(self.config.anneal)}"
+                raise ValueError(f"{where}: {name} is not known; {nearest(name, buffers)}")
         known = [name for name, x in buffers.items() if x.ndim == 0 and x.dtype == torch.float32]
         known += ["learning_rate", *(f"learning_rate.{group}" for group in groups)]
         for name in self._schedules:
@@ -401,7 +406,11 @@ class Learner:
         out = bind(self.agent, params | buffers).loss(batch, keys, target)
         losses = out.loss if isinstance(out.loss, dict) else {"loss": out.loss}
         if set(losses) != set(self.groups.names):
-            raise ValueError(f"loss has names {sorted(losses)}, optimizer_groups() {sorted(self.groups.names)}.")
+            kind, names = type(self.agent).__name__, sorted(self.groups.names)
+            raise ValueError(
+                f"{kind}.loss must give one loss for each of optimizer_groups(), {names}, and gives {sorted(losses)}; "
+                "let it return a dict with these names, or a scalar if the only one is `loss`."
+            )
         changed: dict[str, Tensor] = {}
         for name, x in out.buffers.items():
             share = batch.steps[weight_of_buffer(name, batch.steps)].sum()  # of this chunk

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchpod import algos, envs
 from torchpod.agent import Agent
-from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, check_ranges, typed
+from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, check_bounds, typed
 from torchpod.env import Env
 from torchpod.envs.host import TorchRL
 from torchpod.envs.transforms import TRANSFORMS
@@ -128,13 +128,14 @@ def _host_maker(name: str, arguments: dict[str, Any]) -> _HostMaker:
     return _HostMaker(name, arguments, find(name, envs.MAKERS, "env"))
 
 
-def make_agent(config: AlgoConfig, spec: EnvSpec) -> Callable[[], Agent]:
-    """A function that builds the agent of an algorithm for an environment."""
+def make_agent(config: AlgoConfig, spec: EnvSpec, members: Mapping[str, Any] | None = None) -> Callable[[], Agent]:
+    """A function that builds the agent of an algorithm for an environment; `members` is what a population varies."""
     agent_class, config_class = agent_classes(config.name)
     for field in dataclasses.fields(config_class):
         has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
         if not has_default and field.name not in config.agent:
             raise ConfigError(f"algo={config.name} needs a setting; add +algo.agent.{field.name}=VALUE.")
+    check_bounds(config, members or {}, config_class)
     agent_config = build(config_class, config.agent, "algo.agent.")
     if getattr(agent_config, "policies", None):
         agent_config = dataclasses.replace(agent_config, policies=_checked(agent_config))
@@ -162,7 +163,6 @@ def _checked(config: Any) -> dict[str, Any]:
             if not isinstance(given.get("train", True), bool):
                 raise ConfigError(f"{where}train={given['train']!r}: expected true or false.")
             own = typed(type(config), {name: value for name, value in given.items() if name in known}, where)
-            check_ranges(own, where)
             found[policy] = {**given, **own}
     return found
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from torchpod.checkpoint import writing
+
 Row = Mapping[str, float | int | list[float]]
 
 METRICS_FILE = "metrics.jsonl"
@@ -78,20 +80,20 @@ class JsonlSink:
 
     def __init__(self, run_dir: Path, *, resume_at: int | None = None) -> None:
         self.path = Path(run_dir) / METRICS_FILE
-        with writable(self.path):
+        if self.path.exists() and resume_at is None:
+            raise FileExistsError(
+                f"{self.path} belongs to an earlier run; go on with it by resume={run_dir}, or choose another folder "
+                "with run_dir=DIR."
+            )
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and resume_at is None:
-                raise FileExistsError(
-                    f"{self.path} belongs to an earlier run; go on with it by resume={run_dir}, or choose another "
-                    "folder with run_dir=DIR."
-                )
             if self.path.exists():
                 self._truncate(resume_at or 0)
             self._file = open(self.path, "ab", buffering=0)
 
     def write(self, row: Row) -> None:
         line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
-        with writable(self.path):
+        with writing(self.path):
             if self._file.write(line) != len(line):
                 raise OSError("only a part of a row was written: is the disk full?")
 
@@ -135,20 +137,6 @@ def rows_until(run_dir: Path, iteration: int | None) -> list[dict[str, Any]]:
     if iteration is None or not (Path(run_dir) / METRICS_FILE).exists():
         return []
     return [row for row in read_metrics(run_dir) if row["iteration"] <= iteration]
-
-
-@contextlib.contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """One sentence for whatever keeps a file of the run folder from being written."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}); free some space, or choose another folder "
-            "with run_dir=DIR."
-        ) from error
 
 
 def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

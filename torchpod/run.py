@@ -157,15 +157,15 @@ def _execute(
 ) -> Run:
     if config.population > 1 and ranks.world_size > 1:
         raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
-    # Before there is anything to save a signal stops a run at once; torchrun ends all ranks.
-    beginning = StopFlag(ALONE, device, lambda: "stopped before it began", in_c=True)
-    with beginning if ranks.world_size == 1 else contextlib.nullcontext():
-        loop, env, started = _begin(config, source, ranks, device, env, make)
-    if isinstance(started, Run):
-        _close(loop)
-        return started
-    state, resumed_at, wall_s = started
     with contextlib.ExitStack() as closing:
+        if ranks.world_size == 1:
+            # While there is nothing to save a signal stops a run at once; torchrun ends all ranks.
+            closing.enter_context(StopFlag(ALONE, device, lambda: "stopped before or after its training", in_c=True))
+        loop, env, started = _begin(config, source, ranks, device, env, make)
+        if isinstance(started, Run):
+            _close(loop)
+            return started
+        state, resumed_at, wall_s = started
         closing.callback(close_all, [env])
         closing.callback(_close, loop)
         run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
@@ -192,7 +192,7 @@ def _begin(
         if config.env["name"] not in envs.MAKERS:
             _check_env(env, config, device)
         own = make is not None or config.algo.name not in algos.MAKERS
-        make = make or make_agent(config.algo, env.spec)
+        make = make or make_agent(config.algo, env.spec, config.members)
         if own:
             _check_agent(make(), env, config, device)
         if source is None:

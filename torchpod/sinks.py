@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchpod.metrics import Row, number, rows_until, scalars, writable
+from torchpod.checkpoint import writing
+from torchpod.metrics import Row, number, rows_until, scalars
 
 CSV_FILE = "metrics.csv"
 
@@ -31,13 +32,13 @@ class CsvSink:
         self.path = Path(run_dir) / CSV_FILE
         self._columns: list[str] = []
         self._file: Any = None
-        with writable(self.path):
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write_again([_cells(row) for row in rows_until(run_dir, resume_at)])
 
     def write(self, row: Row) -> None:
         cells = _cells(row)
-        with writable(self.path):
+        with writing(self.path):
             if cells.keys() <= set(self._columns):
                 self._writer.writerow(cells)
                 return
@@ -120,7 +121,7 @@ class WandbSink:
                 "logger.wandb=true needs W&B: pip install 'torchpod-rl[wandb]', or leave it out."
             ) from error
         folder = Path(run_dir) / "wandb"
-        with writable(folder / "id"):
+        with writing(folder / "id"):
             folder.mkdir(parents=True, exist_ok=True)  # which W&B would take a temporary one for
             if not (folder / "id").exists():
                 (folder / "id").write_text(secrets.token_hex(4))

@@ -13,6 +13,8 @@ Tree = Any
 
 FIRST, MID, LAST = 0, 1, 2
 """Step types, as in dm_env (https://github.com/google-deepmind/dm_env)."""
+ACTION_MASK = "action_mask"
+"""The entry of an observation that says which actions are allowed."""
 
 
 class TimeStep(NamedTuple):

@@ -35,9 +35,9 @@ class FourRooms(TensorEnv):
 
     Args:
       goal: (row, column), or None for a random cell each episode.
-      start: likewise, for the agent. What is random is never the cell of the other.
-      fail_probability: of a move.
-      image: what is observed.
+      start: (row, column) of the agent, or None for a random cell each episode; never the goal's, if one is random.
+      fail_probability: how often a move goes another way.
+      image: observe an image instead of four numbers.
       max_episode_steps: the time limit.
     """
 

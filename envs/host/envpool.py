@@ -22,7 +22,7 @@ from torchpod.envs.host.batches import Batches, Stepped, handed_over
 from torchpod.envs.host.spaces import action_of, spec_of, to_tensors
 from torchpod.envs.host.timesteps import grouped_timestep, host_timestep
 from torchpod.specs import HOST, Array, Box, EnvSpec, MultiDiscrete
-from torchpod.types import TimeStep, Tree
+from torchpod.types import ACTION_MASK, TimeStep, Tree
 
 _RESERVED = {
     "num_envs": "init makes one environment per key",
@@ -222,9 +222,7 @@ class _Translated:
     def __init__(self, task: str, spec: Any, observation_space: Any, action_space: Any) -> None:
         config = spec.config
         observation = spec_of(observation_space, f"{task}: observation_space")
-        mask = (
-            observation["action_mask"].shape if isinstance(observation, dict) and "action_mask" in observation else None
-        )
+        mask = observation[ACTION_MASK].shape if isinstance(observation, dict) and ACTION_MASK in observation else None
         self._choices_apart = mask is not None and _one_row_per_choice(mask, action_space)
         action, self._to_native = action_of(action_space, f"{task}: action_space", apart=self._choices_apart)
         if mask is not None and not isinstance(action, Box):
@@ -232,7 +230,7 @@ class _Translated:
             if math.prod(mask) != choices:
                 wrong = f"action_mask is {list(mask)}, which does not fit {action}"
                 raise ValueError(f"{task}: {wrong}; choose another environment.")
-            observation["action_mask"] = Array((choices,), torch.bool)
+            observation[ACTION_MASK] = Array((choices,), torch.bool)
         limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
         self.spec = EnvSpec(task, observation, action, limit, truncates_early=True)
         self.players: _Players | None = None
@@ -276,10 +274,10 @@ class _Translated:
 
     def _observed(self, observation: Any) -> Tree:
         tensors = to_tensors(observation, self.spec.observation)
-        if isinstance(tensors, dict) and "action_mask" in tensors:
+        if isinstance(tensors, dict) and ACTION_MASK in tensors:
             # Jumanji may allow nothing at LAST, where every action is ignored; a policy needs something to choose.
-            mask = tensors["action_mask"] if self._choices_apart else tensors["action_mask"].flatten(1)
-            tensors["action_mask"] = (mask | ~mask.any(-1, keepdim=True)).flatten(1)
+            mask = tensors[ACTION_MASK] if self._choices_apart else tensors[ACTION_MASK].flatten(1)
+            tensors[ACTION_MASK] = (mask | ~mask.any(-1, keepdim=True)).flatten(1)
         return tensors
 
 
@@ -298,7 +296,7 @@ class _Players:
         observation = spec.observation
         if in_turns:
             self._waiting = np.arange(spec.action.num_values) == 0
-            observation = {"observation": observation, "action_mask": Array(self._waiting.shape, torch.bool)}
+            observation = {"observation": observation, ACTION_MASK: Array(self._waiting.shape, torch.bool)}
         self.spec = dataclasses.replace(
             spec, observation={PLAYER: observation}, action={PLAYER: spec.action}, groups={PLAYER: num}
         )
@@ -325,7 +323,7 @@ class _Players:
             self._mover = torch.from_numpy(mover)
             moves = (np.arange(self._num) == mover[:, None])[..., None]
             mask = np.where(moves, info["legal_action_mask"][order][:, None], self._waiting)
-            seen = {"observation": seen, "action_mask": torch.from_numpy(mask)}
+            seen = {"observation": seen, ACTION_MASK: torch.from_numpy(mask)}
         return grouped_timestep({PLAYER: seen}, reset, {PLAYER: reward[rows]}, terminated[order], truncated[order])
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.envs.arguments import needs_nothing
-from torchpod.envs.host.spaces import MASK, action_of, masked, misfit, opened, spec_of, to_tensors
+from torchpod.envs.host.spaces import action_of, masked, misfit, opened, spec_of, to_tensors
 from torchpod.envs.host.timesteps import host_timestep
 from torchpod.envs.host.workers import in_worker, preload, signal_group
 from torchpod.specs import HOST, EnvSpec
-from torchpod.types import TimeStep, Tree
+from torchpod.types import ACTION_MASK, TimeStep, Tree
 
 _ANSWERS = {
     "reset": ("observation", "info"),
@@ -249,8 +249,8 @@ class Gymnasium:
     def _timestep(self, observation: Any, *outcome: np.ndarray) -> TimeStep:
         tensors = to_tensors(observation, self.spec.observation)
         timestep, self._was_last = host_timestep(tensors, self._was_last, *outcome)
-        if isinstance(tensors, dict) and MASK in tensors:
-            tensors[MASK], stuck = opened(tensors[MASK], self.spec.action, ~self._was_last)
+        if isinstance(tensors, dict) and ACTION_MASK in tensors:
+            tensors[ACTION_MASK], stuck = opened(tensors[ACTION_MASK], self.spec.action, ~self._was_last)
             if stuck is not None:
                 raise ValueError(
                     f"{self.spec.name} gave an action_mask that allows nothing in choice {stuck[1]}, in environment "

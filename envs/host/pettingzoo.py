@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from torchpod.envs.arguments import needs_nothing
 from torchpod.envs.host.gymnasium import Gymnasium
-from torchpod.envs.host.spaces import MASK, action_of, masked, opened, spec_of, to_tensors
+from torchpod.envs.host.spaces import action_of, masked, opened, spec_of, to_tensors
 from torchpod.envs.host.timesteps import grouped_timestep
 from torchpod.specs import EnvSpec
-from torchpod.types import TimeStep, Tree
+from torchpod.types import ACTION_MASK, TimeStep, Tree
 
 
 class PettingZoo(Gymnasium):
@@ -118,8 +118,8 @@ class PettingZoo(Gymnasium):
         lead = (-1, self.spec.groups[group]) if self.spec.groups else (-1,)
         flat = pytree.tree_map(lambda x: x.reshape(-1, *x.shape[2:]), observation)
         tensors = to_tensors(flat, self.spec.observation[group])
-        if isinstance(tensors, dict) and MASK in tensors:
-            tensors[MASK] = self._opened(group, tensors[MASK], acts)
+        if isinstance(tensors, dict) and ACTION_MASK in tensors:
+            tensors[ACTION_MASK] = self._opened(group, tensors[ACTION_MASK], acts)
         return pytree.tree_map(lambda x: x.unflatten(0, lead), tensors)
 
     def _opened(self, group: str, mask: Tensor, acts: np.ndarray) -> Tensor:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from torchpod.actions import mask_by_choice
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree
-from torchpod.types import Tree
+from torchpod.types import ACTION_MASK, Tree
 
-MASK = "action_mask"
 _UNBOUNDED = 1e6  # EnvPool writes "no bound" as 1e10, or as the range of a double; Gymnasium as infinity
 _MAX_JOINT = 10_000  # a choice among more actions would be too wide
 
@@ -95,12 +94,12 @@ def masked(observation: SpecTree, action: Box | Discrete | MultiDiscrete, where:
     Raises:
       ValueError: if it has not one entry per value.
     """
-    if not isinstance(observation, dict) or MASK not in observation:
+    if not isinstance(observation, dict) or ACTION_MASK not in observation:
         return observation
-    given = observation[MASK].shape
+    given = observation[ACTION_MASK].shape
     if given != (sum(action.nvec) if isinstance(action, MultiDiscrete) else getattr(action, "num_values", 0),):
         raise ValueError(f"{where}: action_mask is {list(given)}, and the action {action}; give one entry per value.")
-    return observation | {MASK: Array(given, torch.bool)}
+    return observation | {ACTION_MASK: Array(given, torch.bool)}
 
 
 def opened(mask: Tensor, action: SpecTree, acts: np.ndarray) -> tuple[Tensor, tuple[int, int] | None]:

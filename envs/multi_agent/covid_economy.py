@@ -19,7 +19,7 @@ from torchpod import random
 from torchpod.env import TensorEnv
 from torchpod.envs.arguments import at_least, number, true_or_false
 from torchpod.specs import Array, Discrete, EnvSpec
-from torchpod.types import Tree
+from torchpod.types import ACTION_MASK, Tree
 
 DATA = Path(__file__).parent / "data"
 NUM_LEVELS, NUM_SUBSIDIES = 10, 20
@@ -174,7 +174,7 @@ class CovidEconomy(TensorEnv):
       vaccines_per_million: doses a day per million people; one dose makes immune.
       observe_rate: whether everybody is told how many doses there are.
       governor_health_priority: factor of the odds of health against economy, as inferred from what each state did.
-      planner_health_priority: likewise.
+      planner_health_priority: factor of the odds of health against economy, of the planner.
       risk_aversion: the eta of the isoelastic utility of production.
       reward_normalization_factor: what all rewards are divided by.
       spread_scale: factor of the rate of infection without measures.
@@ -239,10 +239,10 @@ class CovidEconomy(TensorEnv):
         self.spec = EnvSpec(
             "covid_economy",
             observation={
-                "governor": {"numbers": Array((n + 9 + common,)), "action_mask": Array((NUM_LEVELS + 1,), torch.bool)},
+                "governor": {"numbers": Array((n + 9 + common,)), ACTION_MASK: Array((NUM_LEVELS + 1,), torch.bool)},
                 "planner": {
                     "numbers": Array((9 * n + common,)),
-                    "action_mask": Array((NUM_SUBSIDIES + 1,), torch.bool),
+                    ACTION_MASK: Array((NUM_SUBSIDIES + 1,), torch.bool),
                 },
             },
             action={"governor": Discrete(NUM_LEVELS + 1), "planner": Discrete(NUM_SUBSIDIES + 1)},
@@ -356,8 +356,8 @@ class CovidEconomy(TensorEnv):
         governor = torch.cat([which, own.transpose(1, 2), common[:, None].expand(-1, n, -1)], -1)
         planner = torch.cat([own.flatten(1), common], -1)[:, None]
         return {
-            "governor": {"numbers": governor, "action_mask": _mask(state.wait == 0, NUM_LEVELS)},
-            "planner": {"numbers": planner, "action_mask": _mask((since == 0)[:, None], NUM_SUBSIDIES)},
+            "governor": {"numbers": governor, ACTION_MASK: _mask(state.wait == 0, NUM_LEVELS)},
+            "planner": {"numbers": planner, ACTION_MASK: _mask((since == 0)[:, None], NUM_SUBSIDIES)},
         }
 
     def extras(self, state: CovidEconomyState) -> dict[str, Tree]:

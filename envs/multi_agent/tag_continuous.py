@@ -60,16 +60,16 @@ class TagContinuous(TensorEnv):
       num_runners: in group `runner`.
       grid_length: of the square's sides.
       max_speed: of an agent with skill 1, per step.
-      skill_level_tagger: times `max_speed`: how fast taggers can be.
-      skill_level_runner: likewise.
-      max_acceleration: of one action.
-      min_acceleration: likewise.
-      max_turn: likewise, in radians.
-      min_turn: likewise.
-      num_acceleration_levels: how many there are from min to max.
-      num_turn_levels: likewise.
+      skill_level_tagger: times `max_speed`, how fast taggers can be.
+      skill_level_runner: times `max_speed`, how fast runners can be.
+      max_acceleration: the largest of one action.
+      min_acceleration: the least of one action.
+      max_turn: the largest of one action, in radians.
+      min_turn: the least of one action, in radians.
+      num_acceleration_levels: accelerations that there are from least to largest.
+      num_turn_levels: turns that there are from least to largest.
       edge_hit_penalty: 0 or less, added where an agent runs into a side.
-      use_full_observation: or the partial one.
+      use_full_observation: everybody observes all others; False: the nearest.
       num_other_agents_observed: K, of the partial observation.
       tagging_distance: in lengths of the side; a tag takes less than this.
       tag_reward_for_tagger: for each runner that the tagger is nearest to.

@@ -462,7 +462,8 @@ def test_what_an_act_of_ones_own_forgets_is_named(cls, what):
             return output._replace(extras=said(output.extras)), state
 
     agent, env = Own(DISCRETE, CONFIGS[cls](hidden=(6,))), Fixed(DISCRETE)
-    if cls is IMPALA and what == "no value":  # V-trace takes those of the parameters of the update
+    # V-trace takes the values of the parameters of the update, and a policy gradient no ratio.
+    if (cls is IMPALA and what == "no value") or (cls is A2C and what != "no value"):
         return check_agent(agent, env, num_envs=4, unroll_length=6, quick=True)
     with pytest.raises(ValueError, match=re.escape(told)):
         check_agent(agent, env, num_envs=4, unroll_length=6, quick=True)

@@ -374,8 +374,8 @@ def test_agents_that_cannot_be_are_refused():
         QRDQN(EnvSpec("pair", Array((1,)), {"a": Discrete(2)}, groups={"a": 1}))
     with pytest.raises(ValueError, match="n_step=0"):
         DQN(SPEC, DQNConfig(n_step=0))
-    with pytest.raises(ValueError, match=r"low=1\.0 must be below high=1\.0"):
+    with pytest.raises(ValueError, match=r"low=1\.0 must be below high=1\.0, and num_atoms=51 at least 2\."):
         C51(SPEC, C51Config(low=1.0, high=1.0))
-    with pytest.raises(ValueError, match="num_atoms=1"):
+    with pytest.raises(ValueError, match="num_atoms=1 at least 2"):
         C51(SPEC, C51Config(num_atoms=1))
     assert C51(EnvSpec("images", Box((6, 5, 1), 0.0, 1.0), Discrete(3))).num_actions == 3

@@ -1,6 +1,7 @@
 """Suite replay: rows beside both peers, and each side does what it says."""
 
 import dataclasses
+import inspect
 import json
 import sys
 
@@ -10,6 +11,7 @@ import torch
 
 from torchpod.bench import harness, replay, replay_worker
 from torchpod.bench.replay_worker import Case
+from torchpod.replay import sum_tree
 
 SMALL = Case("small", "sample", (3,), torch.float32, 640, 4, 8)
 
@@ -58,19 +60,59 @@ def test_a_buffer_that_takes_more_memory_than_is_stated_fails(stated, tmp_path, 
     assert (row["name"], row["value"], row["unit"]) == ("frames memory", 2_000, "MB")
 
 
-@pytest.mark.parametrize("what", ["insert", "sample", "priorities"])
-@pytest.mark.parametrize("side", [replay_worker.torchpod, replay_worker.numpy], ids=["torchpod", "numpy"])
-def test_both_sides_work(what, side, monkeypatch):
-    case = SMALL._replace(what=what, prioritised=what == "priorities")
+SIDES = pytest.mark.parametrize("side", [replay_worker.torchpod, replay_worker.numpy], ids=["torchpod", "numpy"])
+
+
+def inside(call) -> dict:
+    """What a call of the worker works on."""
+    return inspect.getclosurevars(call).nonlocals
+
+
+@SIDES
+def test_both_sides_draw_new_rows_at_every_call(side, monkeypatch):
     monkeypatch.setattr(replay_worker, "ROWS", 16)
-    call = side(case, 0)
+    call = side(SMALL, 0)
     first, second = call(), call()
-    if what == "sample" and side is replay_worker.numpy:
+    if side is replay_worker.numpy:
         assert not np.array_equal(first["observation"], second["observation"])
         assert first["next_observation"].shape == (16, 3) and first["weight"].sum() == 16
-    elif what == "sample":
+    else:
         assert not torch.equal(first.leaf, second.leaf)
         assert first.trajectory.timestep.observation.shape == (2, 16, 3)
+
+
+@SIDES
+def test_both_sides_insert_an_unroll_behind_the_last_and_touch_nothing_else(side):
+    call = side(SMALL._replace(what="insert"), 0)
+    call()
+    if side is replay_worker.numpy:
+        ring, unroll = inside(call)["storage"]["observation"], inside(call)["rows"]["observation"]
+        begin = 32  # rows: the ring of 640 was full, and the last unroll is its first
+    else:
+        ring = inside(call)["buffer"].storage["timestep"]["observation"]
+        unroll = inside(call)["trajectory"].timestep.observation[:-1]
+        begin = 21 * 8  # steps of 4 environments: 20 unrolls hold 640 rows, and the ring is longer
+    ring[:] = -1.0
+    call()
+    end = begin + len(unroll)
+    assert np.array_equal(ring[begin:end], unroll) and np.prod(unroll.shape[:-1]) == 32
+    assert (ring[:begin] == -1.0).all() and (ring[end:] == -1.0).all() and len(ring) > end
+
+
+@SIDES
+def test_both_sides_write_priorities_and_their_sums(side, monkeypatch):
+    monkeypatch.setattr(replay_worker, "ROWS", 16)
+    call = side(SMALL._replace(what="priorities", prioritised=True), 0)
+    call()
+    new = np.asarray(inside(call)["new"], np.float64)
+    if side is replay_worker.numpy:
+        tree, size = (inside(inside(call)["write"])[name] for name in ("tree", "size"))
+        leaves, total, index = tree[size:], tree[1], np.sort(inside(call)["index"])
+    else:
+        tree = inside(call)["priorities"].tree
+        leaves, total, index = tree[0].numpy(), float(sum_tree.total(tree)), inside(call)["leaf"].numpy()
+    assert len(set(index)) == 16 and leaves[index] == pytest.approx((new + 1e-6) ** 0.6)
+    assert total == pytest.approx(leaves.sum()) and 600 < (leaves == 1.0).sum() <= 640 - 16  # as they began
 
 
 def test_gumbel_draws_by_priority_and_no_row_twice(monkeypatch):

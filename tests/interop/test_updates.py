@@ -39,7 +39,7 @@ from torchpod.interop.keyed import Keyed
 from torchpod.interop.torchrl import LossAgent
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.replay import ReplayConfig
-from torchpod.replay.learning import ReplayLearner
+from torchpod.replay.learning import ReplayLearner, iterations_before
 
 QUICK_TO_COMPILE = {"A2CLoss", "DDPGLoss"}
 UPDATES = 3
@@ -251,13 +251,17 @@ class Updates:
     """Of an agent that learns from what it is given, or from replay of it."""
 
     def __init__(self, agent, compiler):
+        kept = ReplayConfig(capacity=8 * T * B, batch_size=T * B // 2, min_size=T * B)
+        sizes = {"num_envs": B, "unroll_length": T}
         self.learner = Learner(
-            agent, LearnerConfig(num_epochs=1, num_minibatches=2), num_iterations=200, compiler=compiler
+            agent,
+            LearnerConfig(num_epochs=1, num_minibatches=2),
+            num_iterations=200,
+            iterations_before=iterations_before(agent, kept, **sizes),
+            compiler=compiler,
         )
         self.replay = None
         if agent.replayed:
-            kept = ReplayConfig(capacity=8 * T * B, batch_size=T * B // 2, min_size=T * B)
-            sizes = {"num_envs": B, "unroll_length": T}
             self.replay = ReplayLearner(agent, self.learner, kept, compiler=compiler, **sizes)
 
     def __call__(self, state, trajectory, i, keys):

@@ -59,7 +59,7 @@ def test_discounted_sum_with_decay_one_is_a_cumulative_sum_and_with_zero_nothing
 
 
 def test_discounted_sum_refuses_shapes_that_differ():
-    with pytest.raises(ValueError, match=r"x has shape \(3,\), decay \(4,\)"):
+    with pytest.raises(ValueError, match=r"of one shape, and they have \[3\] and \[4\]; expand one to the other's\."):
         discounted_sum(torch.zeros(3), torch.zeros(4))
 
 

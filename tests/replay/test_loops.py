@@ -332,6 +332,23 @@ def test_more_iterations_per_call_than_there_is_room_for_are_refused(seed):
         next(train(sebulba, sebulba.init(seed), iterations_per_call=9))
 
 
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"config": SebulbaConfig(updates_per_batch=2)}, "cuts up trajectories, and DQN learns from replay"),
+        ({"learner": replace(LEARNER, num_epochs=2)}, "algo.learner.num_epochs=2: DQN draws new rows"),
+    ],
+)
+def test_settings_are_refused_before_environments_are_made(own, message):
+    env = CartPole()
+
+    def make_env():
+        raise AssertionError("made an environment")
+
+    with pytest.raises(ValueError, match=message):
+        Sebulba(agent(env), make_env, **settings(env) | own)
+
+
 def test_what_sebulba_has_reported_is_not_written_to_by_the_next_iteration(seed):
     env = CartPole(max_episode_steps=7)
     sebulba = Sebulba(agent(env), lambda: copy.copy(env), config=SebulbaConfig(lag=0), **settings(env))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchpod import specs
 from torchpod.ops.features import scaled
+from torchpod.types import ACTION_MASK
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 
@@ -163,7 +164,7 @@ def choose_torso(
 
 def _seen(spec: specs.SpecTree, sees_state: bool = False) -> dict[str | None, Any]:
     """What networks see of an observation, by name; what is no dict has the name None."""
-    hidden_from_it = ("action_mask",) if sees_state else ("action_mask", STATE)
+    hidden_from_it = (ACTION_MASK,) if sees_state else (ACTION_MASK, STATE)
     for name, inner in spec.items() if isinstance(spec, dict) else ():
         if isinstance(inner, dict) and name not in hidden_from_it:
             raise ValueError(

@@ -32,7 +32,10 @@ def discounted_sum(x_T: Tensor, decay_T: Tensor, *, reverse: bool = True) -> Ten
       ValueError: if the shapes differ.
     """
     if x_T.shape != decay_T.shape:
-        raise ValueError(f"discounted_sum: x has shape {tuple(x_T.shape)}, decay {tuple(decay_T.shape)}.")
+        raise ValueError(
+            f"discounted_sum needs x and decay of one shape, and they have {list(x_T.shape)} and "
+            f"{list(decay_T.shape)}; expand one to the other's."
+        )
     program = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     if program and x_T.is_cpu and x_T.dtype == decay_T.dtype and x_T.dtype in (torch.float32, torch.float64):
         return torch.ops.torchpod.discounted_sum(x_T, decay_T, reverse)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.bounds import bounded
 from torchpod.replay import frames, memory, sum_tree
 from torchpod.trees import reader
 from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory, Tree
@@ -38,19 +39,19 @@ class ReplayConfig:
     """Steps that are sampled from, over all environments and ranks, the newest; rounded up to whole unrolls."""
     batch_size: int = 128
     """Rows, or sequences of a recurrent agent, per update, over all ranks."""
-    min_size: int = 1_000
+    min_size: int = bounded(1_000, least=0)
     """Steps before the first update."""
     prioritised: bool = False
     """Sample in proportion to `priority ** alpha` (Schaul et al. 2016, https://arxiv.org/abs/1511.05952) instead of
     evenly, and weigh rows by `probability ** -beta`. The agent's loss must say priorities."""
-    alpha: float = 0.6
+    alpha: float = bounded(0.6, least=0)
     """How much priorities count; 0: not at all."""
-    beta: float = 0.4
-    """Rises linearly to 1 over the run."""
+    beta: float = bounded(0.4, least=0, most=1)
+    """How far weights make up for priorities; it rises linearly to 1 over the run."""
     host: bool = False
     """Keep what is stored in the host's memory, pinned, for more than fits into a GPU's."""
     folder: str | None = None
-    """Keep what is stored in memory-mapped files there, for more than fits into memory; on a CPU. None: in memory."""
+    """Keep what is stored in memory-mapped files there, for more than fits into memory; on a CPU. null: in memory."""
     frame_stack: int = 1
     """Frames that an observation `[..., C]` holds side by side in its last axis. The newest is kept, and samples are
     put together again, to the same bits (frames.py)."""
@@ -75,6 +76,26 @@ class Sample(NamedTuple):
     """int64 `[K]`: of the tree, if there is one."""
     weight: Tensor
     """float32 `[K]`: how much a row counts, to make up for its probability; all 1 without priorities."""
+
+
+def _shortest(length: int, unroll_length: int, sequences: bool) -> int:
+    """Steps of an environment from which one sample can be drawn."""
+    # One step for the one after the last, and one in case that the last is a reset.
+    return length + 2 + (unroll_length if sequences else 0)
+
+
+def fill_iterations(config: ReplayConfig, *, num_envs: int, unroll_length: int, length: int, sequences: bool) -> int:
+    """Iterations of a run that only collect; the one after them samples for the first time.
+
+    Args:
+      config: see `ReplayConfig`.
+      num_envs: B on all ranks.
+      unroll_length: T of an iteration.
+      length: L of what is sampled, in steps.
+      sequences: see `ReplayBuffer`.
+    """
+    enough = max(_shortest(length, unroll_length, sequences), -(-config.min_size // num_envs))
+    return -(-enough // unroll_length) - 1
 
 
 class ReplayBuffer:
@@ -119,7 +140,7 @@ class ReplayBuffer:
         self.num_unrolls = unrolls + self.history + slack
         self.num_slots = self.num_unrolls * unroll_length
         self._period = unroll_length if sequences else 1
-        shortest = length + 2 + (self._period if sequences else 0)
+        shortest = _shortest(length, unroll_length, sequences)
         self._least = per_step * shortest
         if self.window < shortest:
             raise ValueError(
@@ -140,10 +161,8 @@ class ReplayBuffer:
                 f"algo.replay.min_size={config.min_size} is never reached with "
                 f"algo.replay.capacity={config.capacity}; lower the one or raise the other."
             )
-        # One step for the one after the last, and one in case that the last is a reset.
-        enough = max(shortest, -(-config.min_size // per_step))
-        self.fill_iterations = -(-enough // unroll_length) - 1
-        """Iterations that only collect; the one after them samples for the first time."""
+        sizes = {"num_envs": per_step, "unroll_length": unroll_length, "length": length}
+        self.fill_iterations = fill_iterations(config, **sizes, sequences=sequences)
         self.rehearses = False
         """What is inserted is an example, to compile with: one step repeated, whose frames do not go on."""
         self.restore: Callable[[Tree], None] | None = None

@@ -8,9 +8,24 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import Compiler, span
 from torchpod.learner import Learner, LearnerState
-from torchpod.replay.buffer import Priorities, ReplayBuffer, ReplayConfig
+from torchpod.replay.buffer import Priorities, ReplayBuffer, ReplayConfig, fill_iterations
 from torchpod.trees import stack
 from torchpod.types import Batch, Carry, Trajectory, Tree
+
+
+def iterations_before(agent: Agent, config: ReplayConfig | None, *, num_envs: int, unroll_length: int) -> int:
+    """Iterations of a run that only fill replay: 0 of an agent that learns without it.
+
+    Args:
+      agent: that of the run.
+      config: see `ReplayConfig`.
+      num_envs: B on all ranks.
+      unroll_length: T.
+    """
+    if not agent.replayed:
+        return 0
+    sizes = {"num_envs": num_envs, "unroll_length": unroll_length, "length": agent.replayed}
+    return fill_iterations(config or ReplayConfig(), **sizes, sequences=agent.recurrent)
 
 
 class ReplayLearner:
@@ -22,7 +37,7 @@ class ReplayLearner:
 
     Args:
       agent: with `replayed` > 0.
-      learner: of the agent.
+      learner: of the agent, with its `iterations_before`.
       config: see `ReplayConfig`.
       num_envs: B on this rank.
       unroll_length: T.
@@ -63,16 +78,15 @@ class ReplayLearner:
             num_ranks=learner.ranks.world_size,
             population=compiler.population,
         )
-        learning = learner.num_iterations - self.buffer.fill_iterations
-        if learning < 1:
+        assert learner.iterations_before == self.buffer.fill_iterations
+        if learner.num_iterations < 1:
+            total, steps = learner.num_iterations + learner.iterations_before, num_envs * unroll_length
             raise ValueError(
-                f"{learner.num_iterations} iterations of {num_envs * unroll_length * learner.ranks.world_size} steps "
+                f"{total} iterations of {steps * learner.ranks.world_size} steps "
                 f"end before anything is learned: replay samples from the iteration on that follows min_size="
                 f"{config.min_size} steps, with windows of {agent.replayed} steps whole (longer with n_step); raise "
                 "total_env_steps, or lower one of these."
             )
-        learner.num_iterations = learning  # what falls over the run falls while it learns
-        learner.iterations_before = self.buffer.fill_iterations
         self._draw = compiler(self._draw_one, fall_back=agent.may_fall_back)
 
     def check(self, iterations_per_call: int) -> None:

@@ -28,7 +28,7 @@ from torchpod.episodes import average, counting
 from torchpod.interop import to_tensordict, to_trajectory
 from torchpod.learner import Learner, LearnerConfig, LearnerState
 from torchpod.replay import ReplayConfig
-from torchpod.replay.learning import ReplayLearner
+from torchpod.replay.learning import ReplayLearner, iterations_before
 from torchpod.rollout import Step, make_step, start
 from torchpod.sebulba.actor import Act, Actor, Pool, make_act, splits
 from torchpod.sebulba.exchange import Item, Phases
@@ -63,7 +63,7 @@ class SebulbaConfig:
     updates_per_batch: int = 1
     """Cut a batch into so many parts, by environments, with an update each; section 3.2 of the paper."""
     split: str | None = None
-    """"A:L": of the GPUs of a host the first A act and the next L learn, one rank each. None: every rank acts on the
+    """"A:L": of the GPUs of a host the first A act and the next L learn, one rank each. null: every rank acts on the
     GPU on which it learns."""
     timeout_s: float = 300.0
     """A step or a reset of environments on the host that takes longer ends the run."""
@@ -109,87 +109,37 @@ class Sebulba:
         config = config or SebulbaConfig()
         self.device = torch.device(device)
         devices = [torch.device(d) for d in actor_devices] or [self.device]
+        agent = make_agent()
+        _check(
+            agent,
+            config,
+            learner,
+            num_envs=num_envs,
+            unroll_length=unroll_length,
+            population=compiler.population,
+            device=self.device,
+            actor_devices=devices,
+        )
+        self.make_agent, self.agent = make_agent, agent.to(device)
         self.num_actors = max(1, config.num_actor_threads) * len(devices)
         num_pools = self.num_actors * config.pools_per_actor
-        threads = f"num_actor_threads={config.num_actor_threads}"
-        if len(devices) > 1:
-            threads += f" on each of {len(devices)} devices"
-        for name, parts in (
-            (threads, self.num_actors),
-            (f"{threads} with loop.pools_per_actor={config.pools_per_actor}", num_pools),
-            (f"updates_per_batch={config.updates_per_batch}", config.updates_per_batch),
-        ):
-            if num_envs % parts:
-                raise ValueError(
-                    f"num_envs={num_envs} per rank cannot be split by loop.{name}; use a multiple of {parts}."
-                )
-        if self.device.type == "cuda" and num_pools > MOST_CAPTURED * len(devices):
-            raise ValueError(
-                f"loop.{threads} with loop.pools_per_actor={config.pools_per_actor} are {num_pools} pools, and "
-                f"{MOST_CAPTURED} per GPU can act at the same time; use at most {MOST_CAPTURED * len(devices)}."
-            )
-        if compiler.population > 1:
-            raise ValueError(f"population={compiler.population} needs loop=anakin; Sebulba trains one member.")
-        if config.refresh == "step" and config.lag != "free":
-            raise ValueError(f"loop.refresh=step takes the newest parameters, not those of loop.lag={config.lag}.")
-        self.make_agent, self.agent = make_agent, make_agent().to(device)
-        if self.agent.through_env:
-            raise ValueError(
-                f"{type(self.agent).__name__} learns through the environment, and Sebulba differentiates no steps; "
-                "run it with loop=anakin."
-            )
-        if self.agent.reuse_forward:
-            raise ValueError(
-                "reuse_forward keeps the forward pass of the rollout for the update, and Sebulba's actors and learner "
-                "have each their own programs; use reuse_forward=false or loop=anakin."
-            )
-        most = self.agent.max_lag
-        if most is not None and (config.lag == "free" or config.lag > most):
-            raise ValueError(
-                f"{type(self.agent).__name__} learns from the parameters that act, or those at most {most} "
-                f"iteration(s) older, and cannot correct for loop.lag={config.lag}; use loop.lag={most}."
-            )
-        if most == 0 and config.updates_per_batch > 1:
-            raise ValueError(
-                f"{type(self.agent).__name__} learns from the parameters that act, and all but the first of "
-                f"loop.updates_per_batch={config.updates_per_batch} updates have newer ones; use "
-                "loop.updates_per_batch=1."
-            )
-        parts, each = config.updates_per_batch, num_envs // config.updates_per_batch
-        by_envs = self.agent.recurrent or unroll_length % learner.num_minibatches
-        if parts > 1 and by_envs and each % learner.num_minibatches:
-            raise ValueError(
-                f"num_envs={num_envs} per rank are {each} in each of loop.updates_per_batch={parts} updates, which "
-                f"cannot be dealt to algo.learner.num_minibatches={learner.num_minibatches}; use a multiple of "
-                f"{parts * learner.num_minibatches}."
-            )
         self.num_envs, self.unroll_length, self.num_iterations = num_envs, unroll_length, num_iterations
         self.config, self.ranks = config, ranks
-        if {d.type for d in devices} != {self.device.type}:
-            raise ValueError(f"actor_devices={devices} and device={self.device} must be all CPU or all CUDA.")
         self.actor_devices = [devices[k % len(devices)] for k in range(self.num_actors)]
         # Programs with their arguments in memory of their own, to be captured. On the CPU only tests want that.
         self.static = any(d.type == "cuda" for d in (self.device, *devices))
-        self.envs = _environments(make_env, self.num_actors, config)
-        self.begun = False
-        """Whether a `Program` has taken over the environments, and closes them; or they are closed."""
-        self._workers: list[list[BaseProcess]] = [[] for _ in self.envs]  # processes that each has started
+        total = num_envs * ranks.world_size
         self.learner = Learner(
             self.agent,
             learner,
             num_iterations=num_iterations * config.updates_per_batch,
-            steps_per_iteration=num_envs * unroll_length * ranks.world_size // config.updates_per_batch,
+            iterations_before=iterations_before(self.agent, replay, num_envs=total, unroll_length=unroll_length),
+            steps_per_iteration=total * unroll_length // config.updates_per_batch,
             compiler=compiler,
             ranks=ranks,
         )
         self.replay = None
         if self.agent.replayed:
-            if config.updates_per_batch > 1:
-                raise ValueError(
-                    f"loop.updates_per_batch={config.updates_per_batch} cuts up trajectories, and "
-                    f"{type(self.agent).__name__} learns from replay; use algo.learner.num_minibatches for the updates "
-                    "per unroll."
-                )
             self.replay = ReplayLearner(
                 self.agent,
                 self.learner,
@@ -198,6 +148,10 @@ class Sebulba:
                 unroll_length=unroll_length,
                 compiler=compiler,
             )
+        self.envs = _environments(make_env, self.num_actors, config)
+        self.begun = False
+        """Whether a `Program` has taken over the environments, and closes them; or they are closed."""
+        self._workers: list[list[BaseProcess]] = [[] for _ in self.envs]  # processes that each has started
         self.compiler, self._count = compiler, compiler(counting(self.agent.teams, self.envs[0].spec))
         if compiler.enabled and not self.agent.may_fall_back:
             compiled = {d: compiler(self._advance_of(self.agent, self.envs[0])) for d in devices}
@@ -293,7 +247,6 @@ class Sebulba:
                     length=self.unroll_length,
                     refresh=self.config.refresh == "step",
                     workers=[x for own in self._workers[k * per_actor : (k + 1) * per_actor] for x in own],
-                    timeout_s=self.config.timeout_s,
                 )
             )
         return actors
@@ -367,13 +320,86 @@ class Sebulba:
         return pytree.tree_map(lambda x: x.to(self.device), whole)
 
 
+def _check(
+    agent: Agent,
+    config: SebulbaConfig,
+    learner: LearnerConfig,
+    *,
+    num_envs: int,
+    unroll_length: int,
+    population: int,
+    device: torch.device,
+    actor_devices: Sequence[torch.device],
+) -> None:
+    """Raises `ValueError` if the settings do not fit, before a GPU is used or environments are made."""
+    num_actors = max(1, config.num_actor_threads) * len(actor_devices)
+    num_pools = num_actors * config.pools_per_actor
+    threads = f"num_actor_threads={config.num_actor_threads}"
+    if len(actor_devices) > 1:
+        threads += f" on each of {len(actor_devices)} devices"
+    for name, parts in (
+        (threads, num_actors),
+        (f"{threads} with loop.pools_per_actor={config.pools_per_actor}", num_pools),
+        (f"updates_per_batch={config.updates_per_batch}", config.updates_per_batch),
+    ):
+        if num_envs % parts:
+            raise ValueError(f"num_envs={num_envs} per rank cannot be split by loop.{name}; use a multiple of {parts}.")
+    if device.type == "cuda" and num_pools > MOST_CAPTURED * len(actor_devices):
+        raise ValueError(
+            f"loop.{threads} with loop.pools_per_actor={config.pools_per_actor} are {num_pools} pools, and "
+            f"{MOST_CAPTURED} per GPU can act at the same time; use at most {MOST_CAPTURED * len(actor_devices)}."
+        )
+    if population > 1:
+        raise ValueError(f"population={population} needs loop=anakin; Sebulba trains one member.")
+    if config.refresh == "step" and config.lag != "free":
+        raise ValueError(f"loop.refresh=step takes the newest parameters, not those of loop.lag={config.lag}.")
+    if agent.through_env:
+        raise ValueError(
+            f"{type(agent).__name__} learns through the environment, and Sebulba differentiates no steps; "
+            "run it with loop=anakin."
+        )
+    if agent.reuse_forward:
+        raise ValueError(
+            "reuse_forward keeps the forward pass of the rollout for the update, and Sebulba's actors and learner "
+            "have each their own programs; use reuse_forward=false or loop=anakin."
+        )
+    most = agent.max_lag
+    if most is not None and (config.lag == "free" or config.lag > most):
+        raise ValueError(
+            f"{type(agent).__name__} learns from the parameters that act, or those at most {most} "
+            f"iteration(s) older, and cannot correct for loop.lag={config.lag}; use loop.lag={most}."
+        )
+    if agent.replayed and config.updates_per_batch > 1:
+        raise ValueError(
+            f"loop.updates_per_batch={config.updates_per_batch} cuts up trajectories, and "
+            f"{type(agent).__name__} learns from replay; use algo.learner.num_minibatches for the updates "
+            "per unroll."
+        )
+    if most == 0 and config.updates_per_batch > 1:
+        raise ValueError(
+            f"{type(agent).__name__} learns from the parameters that act, and all but the first of "
+            f"loop.updates_per_batch={config.updates_per_batch} updates have newer ones; use "
+            "loop.updates_per_batch=1."
+        )
+    parts, each = config.updates_per_batch, num_envs // config.updates_per_batch
+    by_envs = agent.recurrent or unroll_length % learner.num_minibatches
+    if parts > 1 and by_envs and each % learner.num_minibatches:
+        raise ValueError(
+            f"num_envs={num_envs} per rank are {each} in each of loop.updates_per_batch={parts} updates, which "
+            f"cannot be dealt to algo.learner.num_minibatches={learner.num_minibatches}; use a multiple of "
+            f"{parts * learner.num_minibatches}."
+        )
+    if {d.type for d in actor_devices} != {device.type}:
+        raise ValueError(f"actor_devices={list(actor_devices)} and device={device} must be all CPU or all CUDA.")
+    if config.pools_share_threads and config.pools_per_actor == 1:
+        raise ValueError("loop.pools_share_threads=true is for several pools; raise loop.pools_per_actor=1.")
+
+
 def _environments(make_env: Callable[[], Env], num_actors: int, config: SebulbaConfig) -> list[Env]:
     """One per pool; or, where the pools of an actor share threads, one per actor, which has a batch per pool."""
     num = config.pools_per_actor
     if not config.pools_share_threads:
         return [make_env() for _ in range(num_actors * num)]
-    if num == 1:
-        raise ValueError("loop.pools_share_threads=true is for several pools; raise loop.pools_per_actor=1.")
     envs: list[Any] = [make_env() for _ in range(num_actors)]
     if not splits(envs[0], "in_batches"):
         raise ValueError(

@@ -13,6 +13,7 @@ from torchpod.actions import lead_of, mask_by_choice, mask_of
 from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.dealer import weight_of, weights_of
 from torchpod.env import Env
+from torchpod.groups import Groups
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, EnvSpec, SpecTree
 from torchpod.testing.contract import (
@@ -151,16 +152,10 @@ def _check_groups(agent: Agent) -> dict[str, list[str]]:
         agent.max_lag is None or agent.max_lag >= 0,
         f"max_lag must be a number of iterations, at least 0, or None for no limit; it is {agent.max_lag}.",
     )
-    prefixes = agent.optimizer_groups()
-    groups: dict[str, list[str]] = {group: [] for group in prefixes}
-    for name, _ in agent.named_parameters():
-        owners = [group for group, starts in prefixes.items() if name.startswith(tuple(starts))]
-        require(
-            len(owners) == 1,
-            f"optimizer_groups() must put every parameter in exactly one group; {name} is in {owners}.",
-        )
-        groups[owners[0]].append(name)
-    return groups
+    try:
+        return Groups(agent).names
+    except ValueError as error:
+        raise ContractError(str(error)) from error
 
 
 def _check_act(

@@ -31,7 +31,7 @@ from torchpod.testing.contract import (
 )
 from torchpod.testing.kernels import compare_with_fakes
 from torchpod.trees import contiguous
-from torchpod.types import FIRST, LAST, MID, TimeStep, Tree
+from torchpod.types import ACTION_MASK, FIRST, LAST, MID, TimeStep, Tree
 from torchpod.watched import close_all
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -325,9 +325,9 @@ def _check_observation(spec: EnvSpec, observation: Tree, size: int, device: torc
 
 
 def _check_mask(observation: Tree, action: Any, lead: tuple[int, ...], device: torch.device, name: str) -> None:
-    if not isinstance(observation, dict) or "action_mask" not in observation:
+    if not isinstance(observation, dict) or ACTION_MASK not in observation:
         return
-    name, mask = f"{name}['action_mask']", observation["action_mask"]
+    name, mask = f"{name}['action_mask']", observation[ACTION_MASK]
     choices = list(action.nvec) if isinstance(action, MultiDiscrete) else [getattr(action, "num_values", 0)]
     require(sum(choices) > 0, f"{name} needs a Discrete or MultiDiscrete action; the spec has {action}.")
     require_tensor(mask, (*lead, sum(choices)), torch.bool, device, name)
