@@ -157,10 +157,10 @@ def _execute(
 ) -> Run:
     if config.population > 1 and ranks.world_size > 1:
         raise ConfigError(f"population={config.population} runs on one rank; start it without torchrun.")
-    with contextlib.ExitStack() as closing:
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as beginning:
         if ranks.world_size == 1:
-            # While there is nothing to save a signal stops a run at once; torchrun ends all ranks.
-            closing.enter_context(StopFlag(ALONE, device, lambda: "stopped before or after its training", in_c=True))
+            # Before there is anything to save a signal stops a run at once; torchrun ends all ranks.
+            beginning.enter_context(StopFlag(ALONE, device, lambda: "stopped before it began", in_c=True))
         loop, env, started = _begin(config, source, ranks, device, env, make)
         if isinstance(started, Run):
             _close(loop)
@@ -172,7 +172,7 @@ def _execute(
         closing.enter_context(locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext())
         segments = _segments(loop, run_dir, source, resumed_at)
         keeper = _Keeper(config, run_dir, loop.agent, ranks, segments, resumed_at or None)
-        return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until)
+        return _go_on(config, loop, env, state, keeper, ranks, device, resumed_at, wall_s, until, beginning.close)
 
 
 def _begin(
@@ -267,8 +267,9 @@ def _go_on(
     resumed_at: int,
     wall_s: float,
     until: int | None,
+    begun: Callable[[], None],
 ) -> Run:
-    """Trains from a state on, evaluates, summarises."""
+    """Trains from a state on, evaluates, summarises; `begun` is called when all is there for it."""
     run_dir = keeper.run_dir
     with _logger(config, run_dir, resumed_at, loop, env) if ranks.rank == 0 else contextlib.nullcontext() as logger:
         if ranks.rank == 0:
@@ -282,6 +283,7 @@ def _go_on(
             device=device,
             compiler=_compiler(config),
         )
+        begun()
         state, timing = _train(loop, state, config, keeper, logger, judge, ranks, wall_s, until)
     variables = loop.learner.acting(state.learner, state.iteration)
     if ranks.rank == 0:

@@ -215,6 +215,7 @@ FAILED, LATE = "another rank failed; its own message says why", "another rank ha
         (GLOO("Timed out waiting 3000ms for recv operation to complete"), LATE),
         (dist.DistNetworkError("The client socket has failed to connect to any network address"), FAILED),
         (dist.DistBackendError("ncclRemoteError: A call failed possibly due to a remote process exiting"), FAILED),
+        (dist.DistBackendError("store->get('0') got error: got 0 bytes. Connection was likely closed."), FAILED),
         (dist.DistBackendError("Watchdog caught collective operation timeout"), LATE),
         (GLOO("[enforce fail at gloo/transport/tcp/pair.cc:446] 4000 <= 12"), None),
         (GLOO("Tensors must be contiguous"), None),

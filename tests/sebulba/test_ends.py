@@ -311,7 +311,7 @@ def test_a_signal_that_an_environment_in_c_code_does_not_hear_ends_its_process(s
     wait_until(Path("sleeps").exists, 60)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=15)
-    assert error == "torchpod: stopped before or after its training\n" and process.returncode == 130
+    assert error == "torchpod: stopped before it began\n" and process.returncode == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

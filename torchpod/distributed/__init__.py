@@ -123,6 +123,7 @@ GONE = (
     "gloo/transport/",  # the file in which gloo raises
     *("connection closed", "connection refused", "connection reset", "broken pipe"),  # either's
     *("ncclremoteerror", "communicator was aborted"),
+    *("connection was likely closed", "crash on rank 0"),  # of who keeps the store
 )
 """What gloo and NCCL say of another rank, in small letters; all else that they raise is this rank's own error."""
 

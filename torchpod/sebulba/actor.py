@@ -188,16 +188,15 @@ class Actor:
     def begin(self, exchange: Exchange, first: int, until: int) -> None:
         """Starts the thread at unroll `first`; the last one is that before `until`."""
         self._until = until
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, args=(exchange, first), name=f"torchpod-actor-{self.index}", daemon=True
         )
         self._ended = False
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:  # the system has no more
-            self._ended = True
+            self._thread, self._ended = None, True
             raise
-        self._thread = thread
 
     def join(self, deadline: float) -> list[Env]:
         """Waits for the thread, if there is one; returns the environments to close, unless the thread is still in them.
