@@ -113,4 +113,6 @@ def test_a_random_policy_gets_what_is_said(name, seed):
         state, timestep = env.step(state, action, random.at(env_keys, count))
         running = torch.where(timestep.step_type == FIRST, 0.0, running + timestep.reward)
         ends.append(running[timestep.step_type == LAST])
-    assert torch.cat(ends).mean() == pytest.approx(harness.RANDOM[name], rel=0.05)
+    returns, said = torch.cat(ends), harness.RANDOM[name]
+    error = 5 * float(returns.std()) / len(returns) ** 0.5 + 0.01 * abs(said)  # of the mean, and of what is said
+    assert error < 0.2 * abs(said) and returns.mean() == pytest.approx(said, abs=error)

@@ -27,7 +27,7 @@ def test_a_section_has_its_picture_source_class_and_arguments(name):
     text, maker = SECTIONS[name], MAKERS[name]
     assert f'src="images/{name}.png"' in text and "- Source: " in text
     picture = ROOT / "docs" / "images" / f"{name}.png"
-    assert picture.stat().st_size < 40_000
+    assert picture.stat().st_size < 50_000
     link = re.search(rf"\[{maker.__name__}\]\(\.\./(\S+)\)", text)
     assert link and (ROOT / link[1]).samefile(inspect.getsourcefile(maker))
     (arguments,) = re.findall(r"- Arguments: (.*)", text)
