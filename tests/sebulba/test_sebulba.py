@@ -83,9 +83,12 @@ def test_in_lockstep_it_equals_anakin_to_the_bit(seed, agent):
 
 @pytest.mark.parametrize("kind", [lambda env: env, HostEnv, InParts], ids=["tensor", "host", "host in parts"])
 @pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize(("num_actors", "num_pools", "lag"), [(0, 1, 0), (1, 1, 0), (1, 2, 1), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("num_actors", "num_pools", "lag", "static"),
+    [(0, 1, 0, False), (1, 1, 0, False), (1, 2, 1, False), (2, 2, 1, False), (2, 2, 1, True)],
+)
 def test_what_a_step_was_and_what_was_kept_of_it_line_up(
-    seed, num_actors, num_pools, lag, recurrent, kind, monkeypatch
+    seed, num_actors, num_pools, lag, static, recurrent, kind, monkeypatch
 ):
     env, agent, begun, known = kind(Names()), Checker(recurrent), [], Exchange.known
     monkeypatch.setattr(Exchange, "known", lambda *args: begun.append(known(*args)) or begun[-1])
@@ -99,6 +102,7 @@ def test_what_a_step_was_and_what_was_kept_of_it_line_up(
         compiler=Compiler(enabled=False),
         config=SebulbaConfig(num_actor_threads=num_actors, pools_per_actor=num_pools, lag=lag),
     )
+    sebulba.static = static  # programs with memory of their own, without which there is no CUDA graph
     state, trajectories = sebulba.init(seed), learned_from(sebulba.learner)
     carries = [state.carry]
     for _, program in train(sebulba, state):
