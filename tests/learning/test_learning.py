@@ -12,6 +12,7 @@ import torch
 from scipy.linalg import solve_discrete_are
 from torch.utils import _pytree as pytree
 
+from tests.marks import with_slow
 from torchpod import random
 from torchpod.anakin import Anakin, RunState, train
 from torchpod.compile import Compiler
@@ -170,17 +171,18 @@ def test_both_sides_learn_on_a_plane_with_every_seed():
     assert (trained > untrained + 0.1).all()
 
 
-def test_governors_and_planner_learn_to_do_better_than_to_hold_and_than_chance():
-    """On 60 days of the economy, uncompiled, with one seed.
+@pytest.mark.parametrize("run_seed", with_slow([0, 2, 3], (3,)))
+def test_governors_and_planner_learn_to_do_better_than_to_hold_and_than_chance(run_seed):
+    """On 60 days of the economy, uncompiled.
 
-    Of four, three end above these bounds; with seed 1 the planner sends fewer subsidies, and governors end 2.7 above
-    those that draw at random.
+    With seed 1, the fourth that was tried, the planner sends fewer subsidies, and governors end 2.7 above those that
+    draw at random, in place of 5.
 
     Governors get most by far from subsidies, whatever they do: that they learned shows where the planner sends none.
     """
     days = ("env.max_episode_steps=60", "env.cooldown=14", "env.subsidy_interval=30", "algo.unroll_length=60")
     learning = ("algo.agent.hidden=[32,32]", "algo.learner.learning_rate=3e-3", "algo.learner.num_minibatches=2")
-    run = ("num_envs=8", "total_env_steps=9_600", "compile=false", "seed=0")
+    run = ("num_envs=8", "total_env_steps=9_600", "compile=false", f"seed={run_seed}")
     anakin, state = made("experiment=ippo_covid_economy", *days, *learning, *run)
     *_, (_, program) = train(anakin, state, iterations_per_call=4)
     learner = program.state.learner
