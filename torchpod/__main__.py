@@ -1,7 +1,9 @@
 """`torchpod` and `python -m torchpod`, which is what torchrun starts."""
 
+import contextlib
 import gc
 import sys
+import threading
 
 
 def main() -> int:
@@ -16,7 +18,16 @@ def main() -> int:
     finally:
         gc.freeze()
         gc.enable()
-    return run()
+    status = run()
+    if any(thread.name.startswith("torchpod-actor-") for thread in threading.enumerate()):
+        # It is still in its environments, and Python would unwind it there: C++ aborts the process then (XLA does).
+        from torchpod.watched import end_process
+
+        with contextlib.suppress(OSError, AttributeError):  # nobody reads, or there is none
+            sys.stdout.flush()
+            sys.stderr.flush()
+        end_process(status)
+    return status
 
 
 if __name__ == "__main__":

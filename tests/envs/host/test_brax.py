@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.zygote import wait_until
 from torchpod import random
 from torchpod.config import load
 from torchpod.envs.host import Brax
@@ -189,6 +191,32 @@ def test_closing_waits_for_a_step_that_is_under_way(walk):
     assert not columns[0].is_ready()
     env.close()
     assert all(x.is_ready() for x in columns)
+
+
+COMPILES = """
+import threading
+from brax.envs.ant import Ant
+
+class Compiles(Ant):
+    def step(self, state, action):
+        if threading.current_thread() is not threading.main_thread():
+            open("compiles", "w").close()
+        return super().step(state, action)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_while_an_actor_compiles_its_first_step_ends_as_any(tmp_path):
+    """C++ that calls Python would be unwound as Python ends, and abort the process."""
+    (tmp_path / "walk.py").write_text(COMPILES)
+    command = [sys.executable, "-m", "torchpod", "train", "env=walk.py:Compiles", "algo=ppo", "loop=sebulba"]
+    run = ["num_envs=4", "total_env_steps=1000", "compile=false", "run_dir=run"]
+    with subprocess.Popen([*command, *run], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        wait_until((tmp_path / "compiles").exists, 120)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert error.endswith("\ntorchpod: stopped by SIGTERM without a new checkpoint\n")  # behind a warning of Brax
 
 
 def test_what_cannot_be_made_or_stepped_is_refused():
