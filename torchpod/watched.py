@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from torchpod.env import Env
+from torchpod.processes import signal_group
 from torchpod.types import TimeStep, Tree
 
 GRACE_S = 4.0
@@ -110,10 +111,7 @@ def end_process(status: int) -> NoReturn:
     with contextlib.suppress(Exception):
         for process in multiprocessing.active_children():
             with contextlib.suppress(Exception):
-                if process.pid is not None:
-                    os.killpg(process.pid, signal.SIGKILL)  # with what it has started, if it leads a group
-            with contextlib.suppress(Exception):
-                process.kill()
+                signal_group(process, signal.SIGKILL)
     os._exit(status)
 
 

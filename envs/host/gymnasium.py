@@ -19,7 +19,8 @@ from torchpod import random
 from torchpod.envs.arguments import needs_nothing
 from torchpod.envs.host.spaces import action_of, masked, misfit, opened, spec_of, to_tensors
 from torchpod.envs.host.timesteps import host_timestep
-from torchpod.envs.host.workers import in_worker, preload, signal_group
+from torchpod.envs.host.workers import in_worker, preload
+from torchpod.processes import signal_group
 from torchpod.specs import HOST, EnvSpec
 from torchpod.types import ACTION_MASK, TimeStep, Tree
 

@@ -8,7 +8,6 @@ import pickle
 import signal
 from collections.abc import Callable
 from multiprocessing import connection, forkserver
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -80,16 +79,6 @@ def _require_portable(error: BaseException) -> None:
     except Exception:  # whatever a class of somebody else's does when it is made anew
         told = f"{kind.__module__}.{kind.__qualname__}: {error}".removeprefix("builtins.")
         raise RuntimeError(told) from error
-
-
-def signal_group(process: BaseProcess, number: int) -> None:
-    """To a worker and to what it has started, also if it is gone itself."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if process.pid is not None:
-            os.killpg(process.pid, number)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it makes the group a moment after it begins
-        if process.pid is not None and process.exitcode is None:
-            os.kill(process.pid, number)
 
 
 def preload() -> None:

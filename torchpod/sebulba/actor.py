@@ -16,9 +16,9 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env
-from torchpod.envs.host.workers import signal_group
 from torchpod.envs.transforms import Transform, send
 from torchpod.interop import to_tensordict
+from torchpod.processes import signal_group
 from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
