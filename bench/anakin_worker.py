@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchpod import mlp, random
+from torchpod import random
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.actor_critic import ActorCritic, ActorCriticConfig
 from torchpod.algos.ppo import PPO, PPOConfig
@@ -37,6 +37,7 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.envs.minatar.breakout import Breakout
 from torchpod.graph import Replay
+from torchpod.kernels import mlp
 from torchpod.learner import LearnerConfig
 from torchpod.specs import Box, Discrete
 from torchpod.types import FIRST, LAST, Carry, Tree

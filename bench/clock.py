@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torchpod.compile import Compiler
-from torchpod.cpu_calls import Unroll
-from torchpod.inductor import Compiled
+from torchpod.kernels.cpu_calls import Unroll
+from torchpod.kernels.inductor import Compiled
 
 
 class Clock(Compiler):

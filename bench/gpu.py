@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpod import gpu_unroll
 from torchpod.bench import floor, harness
 from torchpod.bench.anakin import describe
 from torchpod.bench.gpu_checks import correctness
 from torchpod.bench.harness import MissingError, Row, RowMaker, Worker, WorkerError
 from torchpod.bench.served import Job, Result, Wave
+from torchpod.kernels import gpu_unroll
 
 BUDGET_S = 520.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpod import mlp
+from torchpod.kernels import mlp
 
 FUNCTIONS = {
     "isnan": np.isnan,

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpod import gxx
 from torchpod.bench import floor, harness
 from torchpod.bench.harness import Row, RowMaker
+from torchpod.kernels import gxx
 
 START = (
     "import ctypes, runpy, sys\n"
@@ -139,7 +139,7 @@ def run(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     if importlib.util.find_spec("triton") is None and not apart.exists():
         raise RuntimeError(f"there is no Triton; pip install --no-deps --target {apart} triton")
     libraries = Path(torch.__file__).parent / "lib"
-    stub = gxx.built("bench/no_gpu.cpp", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}")
+    stub = gxx.built(Path(__file__).with_name("no_gpu.cpp"), "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}")
     interpret = {"TRITON_INTERPRET": "1"} if "--check" in arguments else {}
     return subprocess.run(
         [sys.executable, "-c", START, str(apart), str(stub), module, *arguments],

@@ -27,16 +27,16 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchpod import inductor, mlp
 from torchpod.anakin import Anakin
 from torchpod.bench import anakin_worker, interpreted
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.graph import Replay
+from torchpod.kernels import inductor, mlp
+from torchpod.kernels.vjp import Vjp
 from torchpod.makers import make_agent, make_env
 from torchpod.trees import reader
-from torchpod.vjp import Vjp
 
 CAPABILITY = 90
 """Of an H100, and of an H200."""

@@ -20,20 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchpod import mlp, random
+from torchpod import random
 from torchpod.actions import random_action
 from torchpod.algos.multi_agent import IA2C, IA2CConfig, Policies
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled
+from torchpod.commands.probe import status_bytes
 from torchpod.compile import Compiler
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.env import TensorEnv
 from torchpod.envs import CovidEconomy, TagContinuous, TagGridWorld
 from torchpod.graph import Replay
+from torchpod.kernels import mlp
 from torchpod.learner import LearnerConfig
 from torchpod.nets.heads import make_head
-from torchpod.probe import status_bytes
 from torchpod.trees import contiguous
 from torchpod.types import FIRST, Tree
 
@@ -95,7 +96,7 @@ class PolicyWork(TypedDict):
     observation_size: int
     layers: list[tuple[int, int]]
     fused: bool
-    """Whether its network runs as one operator (torchpod/mlp.py)."""
+    """Whether its network runs as one operator (torchpod/kernels/mlp.py)."""
 
 
 class Details(Measurement):

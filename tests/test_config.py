@@ -16,7 +16,7 @@ from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load
 from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
 from torchpod.replay import ReplayConfig
-from torchpod.run import execute
+from torchpod.run.execute import execute
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
 AGENT_FILE = Path(__file__).parent / "user_agent.py"

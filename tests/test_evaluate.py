@@ -15,8 +15,8 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import Evaluation, evaluate
 from torchpod.recording import record_episode
 from torchpod.rollout import make_step, start
+from torchpod.run.summary import eval_returns
 from torchpod.specs import Array, Discrete, EnvSpec
-from torchpod.summary import eval_returns
 from torchpod.types import FIRST, LAST
 
 

@@ -20,7 +20,7 @@ from torchpod.distributed import Ranks
 from torchpod.envs.bsuite.catch import Catch
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.learner import LearnerConfig
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.sebulba import Sebulba, SebulbaConfig
 from torchpod.testing import ContractError, check_agent
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchpod import gpu_mlp, mlp
+from torchpod.kernels import gpu_mlp, mlp
 
 SIZES = ((4, 64, 64, 2), (3, 16, 1), (70, 32, 48, 16, 5))
 WIDEST = ((64, 64, 64, 64, 64), (400, 64, 64, 3))

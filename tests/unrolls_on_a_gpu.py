@@ -10,14 +10,14 @@ import sys
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod import gpu_unroll, inductor
 from torchpod.algos.ppo import PPO
 from torchpod.anakin import Anakin
 from torchpod.bench import interpreted
 from torchpod.bench.lowered_worker import CAPABILITY, SIZE, OnCpu, pretend
 from torchpod.compile import Compiler
 from torchpod.config import load
-from torchpod.cpu_calls import NotRecordable
+from torchpod.kernels import gpu_unroll, inductor
+from torchpod.kernels.cpu_calls import NotRecordable
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, unroll
 

@@ -17,7 +17,7 @@ import json, os, sys
 import torch
 torch.set_num_threads(1)
 import torchpod.main
-import torchpod.bench, torchpod.eval_run
+import torchpod.bench, torchpod.commands.eval_run
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod import cpu_memory
-from torchpod.inductor import Compiled, CompileError, RecompilationError, ahead
-from torchpod.recorded import Recorded
+from torchpod.kernels import cpu_memory
+from torchpod.kernels.inductor import Compiled, CompileError, RecompilationError, ahead
+from torchpod.kernels.recorded import Recorded
+from torchpod.kernels.vjp import Vjp, compiled_vjp, eager_vjp
 from torchpod.trees import member, stack
-from torchpod.vjp import Vjp, compiled_vjp, eager_vjp
 
 # A warning about machines without a GPU, on every machine without a GPU.
 logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())

@@ -20,10 +20,10 @@ from torchpod.compile import CompileError, RecompilationError
 from torchpod.config import GROUPS, ConfigError, listed, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
-from torchpod.run import LearnerError, NonFiniteErrorInRun, Run, execute
-from torchpod.run_folder import resume_source, resumed_config
+from torchpod.run.execute import LearnerError, NonFiniteErrorInRun, Run, execute
+from torchpod.run.folder import resume_source, resumed_config
+from torchpod.run.stop import Interrupted
 from torchpod.sebulba import ActorError
-from torchpod.stop import Interrupted
 from torchpod.watched import HostError
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda;
@@ -121,7 +121,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _train(overrides: list[str]) -> int:
     settings = [x for x in overrides if x not in ("-h", "--help")]
     if len(settings) < len(overrides):
-        from torchpod.explain import explained_settings
+        from torchpod.commands.explain import explained_settings
 
         config = load(settings)
         source = resume_source(config)
@@ -164,7 +164,7 @@ def _train(overrides: list[str]) -> int:
 
 
 def _eval(rest: list[str]) -> int:
-    from torchpod.eval_run import eval_run
+    from torchpod.commands.eval_run import eval_run
 
     parser = Parser("torchpod eval")
     parser.add_argument("run", type=Path)
@@ -210,7 +210,7 @@ def _require_device(command: str, device: str) -> None:
 
 
 def _export(rest: list[str]) -> int:
-    from torchpod.export_run import export_run
+    from torchpod.commands.export_run import export_run
 
     parser = Parser("torchpod export")
     parser.add_argument("run", type=Path)
@@ -222,7 +222,7 @@ def _export(rest: list[str]) -> int:
 
 
 def _plot(rest: list[str]) -> int:
-    from torchpod.plot import plot
+    from torchpod.commands.plot import plot
 
     parser = Parser("torchpod plot")
     parser.add_argument("runs", nargs="+", type=Path)
@@ -287,7 +287,7 @@ def _check(rest: list[str]) -> int:
 
 
 def _autoscale(rest: list[str]) -> int:
-    from torchpod import autoscale
+    from torchpod.commands import autoscale
 
     return autoscale.main(rest)
 
@@ -297,17 +297,17 @@ def _list(rest: list[str]) -> int:
     if len(rest) != 1 or rest[0] not in groups:
         raise ConfigError(f"torchpod list takes one of {', '.join(groups)}.")
     if rest[0] == "losses":
-        from torchpod import losses
+        from torchpod.commands import losses
 
         return losses.main()
-    from torchpod.explain import explained_choices
+    from torchpod.commands.explain import explained_choices
 
     print(explained_choices(groups[rest[0]]))
     return 0
 
 
 def _doctor(rest: list[str]) -> int:
-    from torchpod.doctor import doctor
+    from torchpod.commands.doctor import doctor
 
     Parser("torchpod doctor", description="Says what works on this machine, and why not.").parse_args(rest)
     return doctor()

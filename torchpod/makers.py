@@ -66,7 +66,7 @@ def _make_bare(config: dict[str, Any]) -> Env:
     if config["name"].startswith(OBJECT):
         raise ConfigError(
             f"env={config['name']} was a Python object; hand it over again, in Python: train(env=..., resume=RUN), or "
-            "torchpod.eval_run.eval_run(RUN, episodes=..., env=...)."
+            "torchpod.eval_run(RUN, episodes=..., env=...)."
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = find(config["name"], envs.MAKERS, "env")

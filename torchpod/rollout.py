@@ -10,7 +10,7 @@ from torchpod import random
 from torchpod.agent import Agent, Variables, bind
 from torchpod.compile import span
 from torchpod.env import Env
-from torchpod.inductor import Compiled
+from torchpod.kernels.inductor import Compiled
 from torchpod.trees import contiguous, reader, writer
 from torchpod.types import ActorOutput, Carry, Trajectory, Tree
 

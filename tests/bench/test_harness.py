@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchpod import bench, run_folder
+from torchpod import bench
 from torchpod.bench import anakin, gpu, harness, population, report, targets
 from torchpod.bench.anakin import Case
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
 from torchpod.bench.targets import Target
 from torchpod.config import ConfigError
+from torchpod.run import folder as run_folder
 
 
 def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
@@ -357,7 +358,7 @@ def test_the_first_start_on_a_machine_finds_no_library_and_no_header(tmp_path, f
     assert took == [*both, *both, both[0], *both, both[0]]  # the rounds, then cold and first starts in turn
     told = """
 import os, sys, tempfile
-from torchpod.gxx import _library_folder
+from torchpod.kernels.gxx import _library_folder
 from torch._inductor import codecache
 folders = str(_library_folder()), codecache._HEADER_DIR
 sys.exit(" ".join(map(str, [*folders, [len(os.listdir(x)) if os.path.exists(x) else 0 for x in folders]])))

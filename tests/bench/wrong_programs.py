@@ -6,7 +6,7 @@ import torch
 
 from torchpod.bench import interpreted
 from torchpod.bench.lowered_worker import Lowering
-from torchpod.inductor import inductor_config
+from torchpod.kernels.inductor import inductor_config
 
 
 def told(fn, *, rest=None, **settings):

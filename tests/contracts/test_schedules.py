@@ -8,7 +8,7 @@ import torch
 
 from torchpod import checkpoint
 from torchpod.config import ConfigError, load
-from torchpod.run import Run, execute
+from torchpod.run.execute import Run, execute
 
 STEPS = 4 * 8
 """Of an iteration."""

@@ -25,9 +25,9 @@ from torchpod import checkpoint, metrics
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import load
 from torchpod.distributed import RankError, Ranks, SplitError
-from torchpod.run import execute
-from torchpod.run_folder import seen_by_all
-from torchpod.stop import OverdueError, StopFlag
+from torchpod.run.execute import execute
+from torchpod.run.folder import seen_by_all
+from torchpod.run.stop import OverdueError, StopFlag
 
 ENV_FILE = Path(__file__).parents[1] / "user_env.py"
 SMALL = (

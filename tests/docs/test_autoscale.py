@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchpod import autoscale, knobs, probe
+from torchpod.commands import autoscale, knobs, probe
 from torchpod.main import main
 
 TEXT = (Path(__file__).parents[2] / "docs" / "autoscale.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from torchpod.config import load
 from torchpod.main import main
-from torchpod.run import execute
+from torchpod.run.execute import execute
 
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 TEXT = PAGE.read_text()

@@ -26,7 +26,7 @@ from torchpod.envs.transforms import (
     time_limit,
 )
 from torchpod.makers import make_env
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.sebulba import loop as sebulba_loop
 from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import check_env

@@ -12,11 +12,11 @@ from tests.interop.test_fall_back import reading_agent
 from tests.marks import with_slow
 from tests.replay import test_loops
 from tests.replay.agents import AGENTS, CONTINUOUS, WITHOUT_PRIORITIES
-from torchpod import losses
 from torchpod.algos import torchrl
 from torchpod.algos.torchrl import MULTI_AGENT, TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin, train
 from torchpod.bench import anakin_worker, gpu, gpu_checks, kernels
+from torchpod.commands import losses
 from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchpod.inductor import trace
 from torchpod.interop.both_ways import MAX_BRANCHES, both_ways
+from torchpod.kernels.inductor import trace
 
 
 def direct(run):

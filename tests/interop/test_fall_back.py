@@ -15,16 +15,17 @@ from torchrl.objectives import A2CLoss, DQNLoss, LossModule
 
 from tests.interop.actors import SPEC, categorical, critic
 from tests.interop.rows import THERE, B, anakin, config, env_for
-from torchpod import losses, random
+from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.algos.torchrl import LOSSES, torchrl_agent
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
+from torchpod.commands import losses
 from torchpod.compile import Compiler
 from torchpod.envs.classic.cartpole import CartPole
-from torchpod.inductor import trace
 from torchpod.interop.torchrl import LossAgent
 from torchpod.interop.unfit import UNSUPPORTED
+from torchpod.kernels.inductor import trace
 from torchpod.learner import LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.rollout import make_step, start

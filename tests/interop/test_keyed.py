@@ -7,8 +7,8 @@ import torch
 from torch.distributions import Bernoulli, Categorical, Normal
 
 from torchpod import random
-from torchpod.inductor import trace
 from torchpod.interop.keyed import Keyed, NothingElseDraws
+from torchpod.kernels.inductor import trace
 
 N = 20_000
 UNIFORM, NORMAL = (0.5, 1 / 12), (0.0, 1.0)

@@ -17,16 +17,16 @@ from torchpod.agent import variables_of
 from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.sac import SAC, SACConfig
+from torchpod.commands.export_run import export_run
 from torchpod.config import load
 from torchpod.env import TensorEnv
 from torchpod.envs import CartPole, Catch, MemoryChain, Pendulum, TagGridWorld
-from torchpod.export_run import export_run
 from torchpod.interop import policy_module, to_tensordict
 from torchpod.interop.env_base import to_torchrl
 from torchpod.interop.policy import Greedy
 from torchpod.main import main
 from torchpod.rollout import make_step, start, unroll
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.specs import Array, Discrete, EnvSpec
 from torchpod.types import FIRST
 

@@ -31,12 +31,12 @@ from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT, ON_POLICY, parts, torchrl_agent
 from torchpod.compile import Compiler
-from torchpod.cpu_calls import Calls
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
-from torchpod.inductor import Compiled, trace
 from torchpod.interop.keyed import Keyed
 from torchpod.interop.torchrl import LossAgent
+from torchpod.kernels.cpu_calls import Calls
+from torchpod.kernels.inductor import Compiled, trace
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.replay import ReplayConfig
 from torchpod.replay.learning import ReplayLearner, iterations_before

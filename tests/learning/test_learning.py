@@ -15,15 +15,15 @@ from torch.utils import _pytree as pytree
 from tests.marks import with_slow
 from torchpod import random
 from torchpod.anakin import Anakin, RunState, train
+from torchpod.commands.eval_run import eval_run
+from torchpod.commands.scripted import scripted
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.point_mass import PointMass
-from torchpod.eval_run import eval_run
 from torchpod.evaluate import Evaluation, evaluate
 from torchpod.makers import make_agent, make_env
-from torchpod.run import execute
-from torchpod.scripted import scripted
+from torchpod.run.execute import execute
 
 
 def made(*overrides: str) -> tuple[Anakin, RunState]:

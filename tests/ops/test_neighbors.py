@@ -11,7 +11,7 @@ import torch
 
 from torchpod import random
 from torchpod.compile import Compiler
-from torchpod.inductor import trace
+from torchpod.kernels.inductor import trace
 from torchpod.ops.neighbors import _root, _searched, distance, nearest
 
 SIZES = [(5, 4), (9, 1), (30, 3), (64, 8), (100, 10), (133, 99), (140, 3), (280, 17)]
@@ -107,7 +107,7 @@ def test_members_of_a_population_may_share_an_argument(seed):
 
 NARROWER = """
 import sys
-from torchpod import cpu_ops
+from torchpod.kernels import cpu_ops
 cpu_ops.FILES["torchpod.nearest"] += tuple(sys.argv[2:])
 from tests.ops.test_neighbors import *
 cpu_ops.load("torchpod.nearest")

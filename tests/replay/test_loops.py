@@ -26,12 +26,12 @@ from torchpod.config import load
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
-from torchpod.inductor import Compiled
+from torchpod.kernels.inductor import Compiled
 from torchpod.learner import LearnerConfig
 from torchpod.main import main
 from torchpod.replay import ReplayBuffer, ReplayConfig, memory, segments
 from torchpod.replay.segments import Segments
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.specs import Array, Discrete, EnvSpec, Traits
 from torchpod.types import FIRST, LAST

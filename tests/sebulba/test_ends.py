@@ -29,8 +29,8 @@ from torchpod.config import ConfigError, load
 from torchpod.envs.host import Gymnasium
 from torchpod.main import main
 from torchpod.makers import make_env
-from torchpod.run import execute
-from torchpod.stop import Interrupted
+from torchpod.run.execute import execute
+from torchpod.run.stop import Interrupted
 from torchpod.watched import HostError, Watched, close_all
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -131,7 +131,7 @@ def test_a_full_disk_does_not_hide_what_failed(monkeypatch):
     def save(*_):
         raise OSError("run/checkpoints/0000000009 cannot be written (No space left on device).")
 
-    monkeypatch.setattr("torchpod.run.save_state", save)
+    monkeypatch.setattr("torchpod.run.execute.save_state", save)
     small = [x for x in SMALL if "hidden" not in x]
     with pytest.raises(ArithmeticError, match="what was it about") as error:
         main(["train", *small, "env=corridor.py:Corridor", "algo=agent.py:Forgetful", "run_dir=run"])
@@ -286,7 +286,7 @@ def test_a_signal_between_the_first_reset_and_the_first_iteration_stops_a_run_an
         signal.raise_signal(signal.SIGTERM)
         return pytest.fail("the run went on")
 
-    monkeypatch.setattr("torchpod.run._logger", logger)
+    monkeypatch.setattr("torchpod.run.execute._logger", logger)
     with pytest.raises(Interrupted, match="stopped by SIGTERM without a new checkpoint"):
         execute(load([*SMALL, "run_dir=run"]), env=env)
     assert env in closed and multiprocessing.active_children() == []

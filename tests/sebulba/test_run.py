@@ -18,8 +18,8 @@ from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.transforms import RewardClip
 from torchpod.main import main
 from torchpod.makers import make_env
-from torchpod.progress import ConsoleSink
-from torchpod.run import execute
+from torchpod.run.execute import execute
+from torchpod.run.progress import ConsoleSink
 from torchpod.sebulba import Sebulba
 from torchpod.sebulba import loop as sebulba_loop
 from torchpod.watched import close_all
@@ -209,8 +209,8 @@ def test_the_progress_line_advises_what_the_run_can_do(env, advice, monkeypatch)
 
     if env[0] == "env=envpool":
         pytest.importorskip("envpool")
-    monkeypatch.setattr("torchpod.progress.cores", lambda: 3)
-    monkeypatch.setattr("torchpod.run.ConsoleSink", Sink)
+    monkeypatch.setattr("torchpod.run.progress.cores", lambda: 3)
+    monkeypatch.setattr("torchpod.run.execute.ConsoleSink", Sink)
     assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
     # PPO takes no lag of 2; SMALL has minibatches, and the default epochs.
     assert given == [(advice, "raise algo.unroll_length or num_envs", "lower algo.learner.num_epochs")]

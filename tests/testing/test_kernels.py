@@ -7,7 +7,7 @@ import torch
 
 from torchpod.config import ConfigError, load
 from torchpod.env import TensorEnv
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.specs import Box, Discrete, EnvSpec, Traits
 from torchpod.testing import ContractError, check_env
 from torchpod.testing.kernels import compare_with_fakes

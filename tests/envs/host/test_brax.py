@@ -19,7 +19,7 @@ from torchpod.envs.host import Brax
 from torchpod.envs.host.brax import _brax
 from torchpod.envs.transforms import action_repeat, time_limit
 from torchpod.makers import make_env
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.specs import HOST, Array, Box, EnvSpec
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID

@@ -23,7 +23,7 @@ from torchpod.envs.multi_agent.tag_gridworld import TagGridWorld
 from torchpod.envs.transforms import action_repeat, time_limit
 from torchpod.learner import LearnerConfig
 from torchpod.makers import make_env
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.sebulba import Sebulba, SebulbaConfig, train
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env

@@ -13,7 +13,7 @@ from torchpod.envs import Catch
 from torchpod.envs.host.torchrl import TorchRL
 from torchpod.interop.env_base import to_torchrl
 from torchpod.makers import make_env
-from torchpod.run import execute
+from torchpod.run.execute import execute
 from torchpod.specs import Array, Box, Discrete
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID

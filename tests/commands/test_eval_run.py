@@ -1,0 +1,95 @@
+"""What is evaluated is what the run acts with: weights of the checkpoint, hyperparameters of its iteration."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchpod import checkpoint, random
+from torchpod.anakin import EVAL_STREAM
+from torchpod.commands.eval_run import acting_weights, eval_run
+from torchpod.config import load
+from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.host import Gymnasium
+from torchpod.evaluate import evaluate
+from torchpod.run.execute import execute
+from torchpod.run.folder import read_config
+
+STEPS = 4 * 8
+"""Of an iteration."""
+SMALL = (
+    "env=cartpole",
+    "env.max_episode_steps=30",
+    "num_envs=4",
+    "algo.unroll_length=8",
+    "algo.agent.hidden=[8]",
+    "algo.learner.num_minibatches=2",
+    "compile=false",
+    "logger.console=false",
+    "evaluation.episodes=2",
+    "checkpoint.interval_s=0",
+)
+DQN = ("algo=dqn", "algo.replay.capacity=400", f"algo.replay.min_size={4 * STEPS}", "algo.replay.batch_size=8")
+PPO = ("algo=ppo", "algo.learner.anneal=[clip]")
+
+
+@pytest.mark.parametrize("until", [2, 7, 12], ids=["while replay fills", "on the way", "at the end"])
+@pytest.mark.parametrize(
+    ("settings", "scheduled"),
+    [
+        (DQN, "epsilon"),
+        ((*DQN, "population=2"), "discount"),
+        (PPO, "entropy_coefficient"),
+        ((*PPO, "loop=sebulba", "loop.num_actor_threads=0", "loop.updates_per_batch=2"), "entropy_coefficient"),
+    ],
+)
+def test_hyperparameters_are_those_that_the_run_acts_with(tmp_path: Path, settings, scheduled, until):
+    schedule = f"algo.learner.schedules={{{scheduled}:[[0,0.9],[{16 * STEPS},0.1]]}}"
+    config = load([*SMALL, *settings, schedule, f"total_env_steps={12 * STEPS}", f"run_dir={tmp_path}/run"])
+    run = execute(config, until=until)
+    folder = checkpoint.latest(run.dir)
+    weights = checkpoint.load_weights(folder)
+    found = acting_weights(read_config(run.dir), run.agent, weights, int(folder.name))
+    assert int(folder.name) == until and found.keys() == run.variables.keys()
+    for name, x in run.variables.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=0)
+    torch.testing.assert_close(found[scheduled], torch.full_like(found[scheduled], 0.9 - 0.8 * until / 16))
+
+
+def test_a_finished_dqn_is_sampled_with_its_last_share_of_random_actions(tmp_path: Path):
+    run = execute(load([*SMALL, *DQN, f"total_env_steps={12 * STEPS}", f"run_dir={tmp_path}/run"]))
+    key, env = random.fold_in(random.key(0), EVAL_STREAM), CartPole(max_episode_steps=30)
+    weights = checkpoint.load_weights(checkpoint.latest(run.dir))
+    assert weights["remaining"] == 1 and run.variables["remaining"] == 0
+    means = [
+        evaluate(run.agent, env, variables, key, num_episodes=20, explore=True).returns.mean().item()
+        for variables in (run.variables, weights)
+    ]
+    said = json.loads(eval_run(run.dir, episodes=20, sample=True))["mean"]
+    assert said == pytest.approx(means[0]) and means[0] != pytest.approx(means[1])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_environment_is_closed_and_threads_are_as_before_whatever_comes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails
+):
+    env = ("env=gymnasium", "env.task=CartPole-v1", "loop=sebulba", f"total_env_steps={STEPS}")
+    run = execute(load([*SMALL[2:], *env, f"run_dir={tmp_path}/run"]))
+    open_before, close = [], Gymnasium.close
+
+    def closing(env: Gymnasium) -> None:
+        open_before.append(env._envs is not None)
+        close(env)
+
+    monkeypatch.setattr(Gymnasium, "close", closing)
+    if fails:
+        monkeypatch.setattr("torchpod.commands.eval_run.eval_returns", lambda score: 1 / 0)
+    threads = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        eval_run(run.dir, episodes=2)
+    assert threads == [1, 3]
+    assert open_before == [False, True]  # the first is that of `init`

@@ -1,0 +1,264 @@
+"""Policies that begin as those of another run, and the files in which they lie."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from torchpod import checkpoint
+from torchpod.agent import Agent
+from torchpod.config import load
+from torchpod.distributed import Ranks
+from torchpod.main import main
+from torchpod.makers import make_agent, make_env
+from torchpod.metrics import read_metrics
+from torchpod.run.execute import Run, execute
+from torchpod.run.policies import begun, layers_of
+
+STEPS = 4 * 8
+"""Of an iteration."""
+SETTINGS = (
+    "algo=ippo",
+    "env=tag_gridworld",
+    "env.grid_length=6",
+    "env.max_episode_steps=9",
+    "compile=false",
+    "logger.console=false",
+    "num_envs=4",
+    "algo.unroll_length=8",
+    "algo.agent.hidden=[8]",
+    "algo.agent.normalize_observation=true",
+    "algo.learner.num_minibatches=2",
+    "algo.learner.anneal_learning_rate=false",
+    "evaluation.episodes=1",
+)
+
+
+def train(folder: Path, *overrides: str, iterations: int = 2) -> Run:
+    return execute(load([*SETTINGS, f"total_env_steps={iterations * STEPS}", f"run_dir={folder}", *overrides]))
+
+
+def from_(source: object, train: bool = False, policy: str = "runner") -> str:
+    return f"algo.agent.policies={{{policy}:{{train:{str(train).lower()},from:{source}}}}}"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load_weights(checkpoint.latest(folder))
+
+
+def of(policy: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters and statistics, without hyperparameters: these have no dot in their names."""
+    prefix = f"policies.{policy}."
+    own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    return {name: x for name, x in own.items() if "." in name}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("policies") / "first").dir
+
+
+def test_every_policy_lies_in_a_file_of_its_own(first: Path):
+    whole, files = weights(first), checkpoint.policies_of(checkpoint.latest(first))
+    assert files.keys() == {"tagger", "runner"}
+    parts = {f"policies.{p}.{k}": x for p, file in files.items() for k, x in safetensors.torch.load_file(file).items()}
+    assert equal(parts, whole)
+    assert whole["policies.runner.normalizer.moments.observation.total"] > 0
+
+
+@pytest.mark.parametrize("loop", ["loop=anakin", "loop=sebulba"])
+def test_a_frozen_policy_stays_what_it_was_in_the_other_run(loop: str, first: Path, tmp_path: Path):
+    run = train(tmp_path / "run", from_(first), loop, "seed=7", "algo.agent.entropy_coefficient=0.3")
+    found = weights(run.dir)
+    assert equal(of("runner", found), of("runner", weights(first)))
+    assert not equal(of("tagger", found), of("tagger", weights(first)))
+    assert found["policies.runner.entropy_coefficient"].item() == pytest.approx(0.3)  # hyperparameters are its own
+    other = train(tmp_path / "other", "algo.agent.policies={runner:{train:false}}", loop, "seed=7")
+    assert not equal(of("tagger", found), of("tagger", weights(other.dir)))  # it has acted from the first step on
+
+
+def test_both_loops_begin_with_it_to_the_bit(first: Path, tmp_path: Path):
+    runs = [
+        train(tmp_path / name, from_(first), *loop).dir
+        for name, *loop in (("anakin",), ("sebulba", "loop=sebulba", "loop.num_actor_threads=1", "loop.lag=0"))
+    ]
+    assert equal(*map(weights, runs))
+
+
+def test_a_policy_can_be_trained_further_or_by_another_name(first: Path, tmp_path: Path):
+    config = load(
+        [*SETTINGS, "algo.agent.policies={runner:{from:" + f"{first}" + "},tagger:{from:" + f"{first}:runner" + "}}"]
+    )
+    agent = begun(make_agent(config.algo, make_env(config.env).spec), Ranks())()
+    state = agent.state_dict()
+    for policy in ("runner", "tagger"):
+        assert equal(of(policy, state), of("runner", weights(first)))
+    assert {name.split(".")[1] for name, _ in agent.named_parameters()} == {"tagger", "runner"}
+    run = train(tmp_path / "run", from_(first, train=True))
+    assert not equal(of("runner", weights(run.dir)), of("runner", weights(first)))
+
+
+def test_a_run_folder_a_checkpoint_and_a_copied_file_are_the_same(first: Path, tmp_path: Path):
+    folder = checkpoint.latest(first)
+    file = shutil.copy(checkpoint.policies_of(folder)["runner"], tmp_path / "good_runner.safetensors")
+    for source in (first, folder, f"{folder}:runner", file):
+        config = load([*SETTINGS, from_(source)])
+        agent = begun(make_agent(config.algo, make_env(config.env).spec), Ranks())()
+        assert equal(of("runner", agent.state_dict()), of("runner", weights(first))), source
+
+
+SEBULBA = ("loop=sebulba", "loop.num_actor_threads=2", "loop.lag=1")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [(), *(pytest.param(x, marks=pytest.mark.slow) for x in (SEBULBA, ("compile=true",)))],
+    ids=["anakin", "sebulba", "compiled"],
+)
+def test_a_resumed_run_reads_its_own_checkpoint_alone(loop: tuple[str, ...], first: Path, tmp_path: Path):
+    source = shutil.copytree(first, tmp_path / "source")
+    for name, trained in (("frozen", False), ("trained", True)):
+        straight = train(tmp_path / f"{name}-straight", from_(first, trained), *loop, iterations=4)
+        train(tmp_path / name, from_(source, trained), *loop)
+        moved = source.rename(tmp_path / "moved")
+        execute(load([f"resume={tmp_path / name}", f"total_env_steps={4 * STEPS}"]))
+        moved.rename(source)
+        assert equal(weights(tmp_path / name), weights(straight.dir))
+        assert f"from: {source}" in (tmp_path / name / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("loop", [(), pytest.param(SEBULBA, marks=pytest.mark.slow)], ids=["anakin", "sebulba"])
+def test_separate_policies_and_their_schedules_go_on_to_the_bit(loop: tuple[str, ...], tmp_path: Path):
+    """On the plane, with values that see everybody, and settings of the policies' own."""
+    plane = (
+        "algo=mappo",
+        "env=tag_continuous",
+        "env.num_taggers=2",
+        "env.num_runners=3",
+        "env.num_other_agents_observed=2",
+    )
+    own = "algo.agent.policies={tagger:{entropy_coefficient:0.2},fast:{agents:[2],discount:0.9},slow:[3,4]}"
+    points = "algo.learner.schedules={learning_rate.fast:[[0,0.01],[96,0]],policies.slow.clip:[[32,0.2],[96,0.05]]}"
+    settings = (*plane, "env.grid_length=4", "env.tagging_distance=0.1", own, points, *loop)
+    straight = train(tmp_path / "straight", *settings, iterations=4)
+    train(tmp_path / "halves", *settings)
+    execute(load([f"resume={tmp_path / 'halves'}", f"total_env_steps={4 * STEPS}"]))
+    assert equal(weights(tmp_path / "halves"), weights(straight.dir))
+    assert straight.variables["policies.slow.clip"].item() == pytest.approx(0.05)
+    assert {name.split(".")[1] for name, _ in straight.agent.named_parameters()} == {"tagger", "fast", "slow"}
+    # What the runners got, by policy too.
+    told = [f"{name}/episode_{kind}" for name in ("fast", "slow") for kind in ("return", "length")]
+    ended = [row for row in read_metrics(tmp_path / "straight") if row["episodes"]]
+    for row in ended:
+        assert not {"tagger/episode_return", "runner/episode_return"} & row.keys() and row.keys() >= set(told)
+        for kind in ("return", "length"):
+            of_one, of_two = (row[f"{name}/episode_{kind}"] for name in ("fast", "slow"))
+            assert (of_one + 2 * of_two) / 3 == pytest.approx(row[f"episode_{kind}/runner"], rel=1e-5)
+    assert ended
+    scores = straight.summary["eval_return"]
+    assert scores["policies"].keys() == {"fast", "slow"} and 0 <= scores["episode"]["tag_rate"] <= 1
+    parts = [scores["policies"][name]["mean"] for name in ("fast", "slow", "slow")]
+    assert sum(parts) / 3 == pytest.approx(scores["groups"]["runner"]["mean"], rel=1e-5)
+
+
+def test_the_learning_rate_of_a_policy_has_a_schedule_of_its_own(tmp_path: Path):
+    """Where it is 0 its networks stay, and the other's move."""
+    points = "algo.learner.schedules={learning_rate.runner:[[32,0.01],[33,0]]}"
+    first, second, third = (train(tmp_path / str(n), points, iterations=n).variables for n in (1, 2, 3))
+    for name in (name for name in first if name.endswith("weight")):
+        assert not torch.equal(first[name], second[name])
+        assert torch.equal(second[name], third[name]) == name.startswith("policies.runner."), name
+
+
+def test_every_member_of_a_population_begins_with_it(first: Path, tmp_path: Path):
+    train(tmp_path / "run", from_(first), "population=2")
+    for p in range(2):
+        found = weights(tmp_path / "run" / "members" / str(p))
+        assert equal(of("runner", found), of("runner", weights(first)))
+    again = train(tmp_path / "again", from_(tmp_path / "run" / "members" / "1"))
+    assert equal(of("runner", weights(again.dir)), of("runner", weights(first)))
+    assert main(["train", *SETTINGS, from_(tmp_path / "run"), f"run_dir={tmp_path / 'whole'}"]) == 1
+
+
+def test_layers_are_those_of_each_policy_and_of_other_agents_none():
+    class Own(Agent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policies = nn.ModuleList([nn.Sequential(nn.Linear(2, 3), nn.ReLU())])
+
+    agents = {"own": Own(), "none": Agent()}
+    for activation in ("tanh", "relu"):
+        settings = ["algo=torchrl", "loss=ClipPPOLoss", "env=tag_gridworld", f"algo.agent.activation={activation}"]
+        config = load(settings)
+        agents[activation] = make_agent(config.algo, make_env(config.env).spec)()
+    found = {name: layers_of(agent) for name, agent in agents.items()}
+    assert found["own"] == {"0": {"0": "Linear", "1": "ReLU"}} and found["none"] == {}
+    differing = {x for x, kind in found["tanh"]["runner"].items() if found["relu"]["runner"][x] != kind}
+    assert differing and {found["tanh"]["runner"][x] for x in differing} == {"Tanh"}
+    assert {x.partition(".")[0] for x in differing} == {"actor", "critic"}
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "message"),
+    [
+        (
+            "{dir}/nowhere",
+            (),
+            "policies.runner.from={dir}/nowhere: {dir}/nowhere is no folder; give that of a run, or ",
+        ),
+        ("{dir}", (), "{dir} holds no checkpoint; give a folder that torchpod train has written."),
+        ("{run}:hunter", (), "/checkpoints/0000000002 has no policy hunter, but tagger, runner; give RUN:POLICY."),
+        (
+            "{run}",
+            ("algo.agent.hidden=[9]",),
+            "policies.runner cannot begin as {run}/checkpoints/0000000002/policy-runner.safetensors: encoder.net.0.bias"
+            " is float32 [8] there and float32 [9] here; give it the same agents and networks",
+        ),
+        ("{run}", ("algo.agent.normalize_observation=false",), "float64 [21] there and missing here; give it the same"),
+        ("{run}", ("algo.agent.normalize_reward=true",), "is missing there and float64 [] here; give it the same"),
+        (
+            "{run}",
+            ("algo.agent.activation=relu",),
+            "encoder.net.1 is Tanh there and ReLU here; give it the same networks, algo.agent.activation among",
+        ),
+        ("{file}", (), "{file} is no policy of a checkpoint ("),
+        ("3", (), "policies.runner.from=3 must name a run folder, e.g. {{from: runs/first}}."),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_in_one_sentence(
+    source: str,
+    overrides: tuple[str, ...],
+    message: str,
+    first: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    file = tmp_path / "other.safetensors"
+    file.write_text("nothing")
+    names = {"dir": tmp_path, "run": first, "file": file}
+    assert main(["train", *SETTINGS, from_(source.format(**names)), *overrides, f"run_dir={tmp_path / 'new'}"]) == 1
+    error = capsys.readouterr().err
+    assert message.format(**names) in error and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_file_is_refused_by_those_who_load_it_and_not_needed_on_resume(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    copy = shutil.copytree(first, tmp_path / "copy")
+    file = checkpoint.policies_of(checkpoint.latest(copy))["runner"]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert main(["train", *SETTINGS, from_(copy), f"run_dir={tmp_path / 'new'}"]) == 1
+    assert f"{file} is missing or damaged" in capsys.readouterr().err
+    more = [f"total_env_steps={3 * STEPS}", "logger.console=false"]
+    resumed, unharmed = tmp_path / "copy", train(tmp_path / "unharmed", iterations=3).dir
+    assert main(["train", f"resume={resumed}", *more]) == 0
+    assert equal(weights(resumed), weights(unharmed))

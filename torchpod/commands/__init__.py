@@ -1,0 +1,1 @@
+"""What `torchpod COMMAND` does, a module each; `main` chooses."""

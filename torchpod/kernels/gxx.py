@@ -1,0 +1,168 @@
+"""g++: libraries of this package, and quicker calls of it by inductor: a third of the time to compile.
+
+together.py has what compiles inductor's programs.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch._inductor import config as inductor_config
+
+HEADERS = (
+    "torch/csrc/inductor/cpp_wrapper/cpu.h",
+    "torch/csrc/inductor/cpp_prefix.h",
+    "torch/csrc/inductor/aoti_torch/c/shim.h",
+    "Python.h",
+    "sstream",
+)
+"""What inductor's programs for a CPU include."""
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def library(name: str, *flags: str) -> ctypes.CDLL:
+    """Compiles a C++ file of this folder, once per machine, and loads it; `flags` are those of `built`."""
+    return ctypes.CDLL(str(built(Path(__file__).with_name(name), *flags)))
+
+
+def built(source: Path, *flags: str) -> Path:
+    """Compiles a C++ file, once per machine.
+
+    It is kept in `~/.cache/torchpod` (`XDG_CACHE_HOME`), or among inductor's programs if nothing can be written there.
+
+    Args:
+      source: the file.
+      flags: for g++, besides those of inductor's programs.
+    """
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    know_processor()
+    folder = _library_folder()
+
+    def builder(output: str) -> CppBuilder:
+        build = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", extra_flags=flags)
+        return CppBuilder(name=source.stem, sources=str(source), output_dir=output, BuildOption=build)
+
+    made_of = source.read_text(), builder("").get_command_line(), versions(), processor()
+    path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # so that nobody sees half of it
+            build = builder(scratch)
+            build.build()
+            os.replace(build.get_target_file_path(), path)
+    return path
+
+
+def _library_folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchpod"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(cache_dir())
+
+
+def versions() -> tuple[str, ...]:
+    """What compiles a header or a library, and against what."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    compiler = get_compiler_version_info(get_cpp_compiler())
+    return torch.__version__, str(torch.version.git_version), sys.version, compiler
+
+
+def processor() -> str:
+    """What `-march=native` depends on: homes, and the libraries in them, may be shared by machines."""
+    cpuinfo = Path("/proc/cpuinfo")
+    told = re.findall(r"^(?:model name|flags|Features)\s*:.*$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    return " ".join([platform.machine(), platform.processor(), *sorted(set(told))])
+
+
+@functools.cache
+def know_processor() -> None:
+    """Tells inductor, in this process, whether the compiler knows what the processor can do.
+
+    It is asked in a tenth of a second, instead of by building and loading up to seven libraries, 6 s, and from a full
+    cache 0.7 s.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    if inductor_config.cpp.vec_isa_ok is None and _compiler_knows_processor():
+        inductor_config.cpp.vec_isa_ok = True
+        # What is not asked there: bfloat16, VNNI, AMX.
+        cast(Any, cpu_vec_isa.VecISA).check_build = lambda isa, code: _compiler_takes(isa.build_arch_flags())
+
+
+@functools.cache
+def cache_per_width() -> None:
+    """Has inductor's cache of sources ask, in this process, for which vectors they are.
+
+    It does not: where machines share a cache, loops for those of one would write past their outputs on another.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    know_processor()
+    cast(Any, torch.compiler.config).cache_key_tag += f" {pick_vec_isa()}"
+
+
+def precompiled(command_line: str, options: Any) -> str:
+    """Where the header lies whose precompiled form serves a program that is compiled by `command_line`.
+
+    It has all that programs include: inductor precompiles the first of `HEADERS` alone, and each program takes half a
+    second more. It is known by the versions of torch and compiler: inductor preprocesses it in every process, 0.2 s, to
+    see whether it has changed.
+
+    Args:
+      command_line: of g++.
+      options: of inductor, to compile the header with: g++ takes it for programs that are compiled likewise.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.cpp_builder import CppBuilder
+
+    header = Path(torch.__file__).parent / "include" / HEADERS[0]
+    made_of = command_line, versions(), header.stat().st_mtime
+    folder = Path(codecache._HEADER_DIR)
+    key, path = codecache.write(
+        "".join(f"#include <{header}>\n" for header in HEADERS),
+        "h",
+        extra=repr(made_of),
+        specified_dir=str(folder),
+    )
+    (folder / "locks").mkdir(exist_ok=True)
+    builder = CppBuilder(name=path, sources=path, BuildOption=options)
+    codecache._worker_compile_cpp(str(folder / "locks" / f"{key}.lock"), (builder,))
+    return path
+
+
+def _compiler_knows_processor() -> bool:
+    """Whether the compiler takes the flags of all vector instructions that torch finds in this processor."""
+    from torch._inductor import cpu_vec_isa
+
+    if not hasattr(cpu_vec_isa, "x86_isa_checker"):
+        return False
+    found = cpu_vec_isa.x86_isa_checker()
+    known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(x in found for x in str(isa).split())]
+    return bool(known) and _compiler_takes(" ".join(isa.build_arch_flags() for isa in known))
+
+
+def _compiler_takes(flags: str) -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), *re.findall(r"-m\S+", flags), "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0

@@ -1,0 +1,1 @@
+"""A training run from configuration to summary; `execute.py` first."""

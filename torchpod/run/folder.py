@@ -1,0 +1,277 @@
+"""A run folder: which one a run resumes or creates, what it keeps in it, and on what machine it ran."""
+
+import contextlib
+import datetime
+import fcntl
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from torchpod import checkpoint
+from torchpod.agent import Agent
+from torchpod.anakin import RunState
+from torchpod.checkpoint import CheckpointError
+from torchpod.config import ConfigError, TrainConfig, from_dict
+from torchpod.distributed import RankError, Ranks
+from torchpod.metrics import METRICS_FILE
+from torchpod.replay.segments import Segments
+from torchpod.run.policies import layers_of
+
+JOB = "TORCHELASTIC_RUN_ID"
+MAY_CHANGE = (
+    *("total_env_steps", "device", "threads", "compile", "logger", "checkpoint", "evaluation"),
+    *("algo.replay.host", "algo.replay.folder"),
+    *(
+        "loop.iterations_per_call",
+        "loop.num_actor_threads",
+        "loop.pools_per_actor",
+        "loop.pools_share_threads",
+        "loop.queue_size",
+        "loop.split",
+        "loop.timeout_s",
+    ),
+)
+"""What a resumed run takes from the new settings, where they were given: it stays the same run."""
+
+
+def resume_source(config: TrainConfig) -> Path | None:
+    """The folder to resume from, if any."""
+    if not _goes_on(config):
+        return None
+    if config.resume not in (None, "auto"):
+        path = Path(config.resume)
+        if not path.is_dir():
+            problem = " is a file" if path.exists() else ": there is no such folder"
+            raise CheckpointError(f"resume={config.resume}{problem}; give a run folder, or auto.")
+        checkpoint.latest(path)
+        if config.run_dir is not None and Path(config.run_dir).resolve() != path.resolve():
+            raise ConfigError(
+                f"resume={config.resume} goes on in that folder, and run_dir={config.run_dir} is another; leave "
+                "run_dir out."
+            )
+        return path
+    if config.run_dir is not None:
+        folders = [Path(config.run_dir)]
+    else:
+        folders = sorted(Path("runs", config.experiment).glob(f"*-seed{config.seed}"), reverse=True)
+    folders = [folder for folder in folders if checkpoint.all_of(folder)]
+    if config.resume is None and config.run_dir is None:  # restarted: only what this job has written
+        job = os.environ.get(JOB)
+        folders = [folder for folder in folders if checkpoint.read_meta(checkpoint.latest(folder)).get("job") == job]
+    return folders[0] if folders else None
+
+
+def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
+    """The settings of the run that goes on, with those given by hand that do not make it another run.
+
+    Raises:
+      ConfigError: for any other setting that was given and differs.
+    """
+    settings, given = read_config(source).to_dict(), config.to_dict()
+    names = {"experiment": "experiment_name", "loss": "algo.agent.loss"}
+    names |= {group: f"{group}.name" for group in ("algo", "env", "loop")}
+    for key in config.given:
+        *path, name = names.get(key, key).split(".")
+        old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
+        moved = (
+            key in ("algo", "env") and Path(str(old.get(name))).name == Path(str(new.get(name))).name
+        )  # a file of the user's
+        if moved or ".".join([*path, name]) in MAY_CHANGE or [*path, name][0] in MAY_CHANGE:
+            old[name] = new[name]
+        elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
+            raise ConfigError(
+                f"{'.'.join([*path, name])}={new.get(name)} cannot change: {source} has {old.get(name)}; leave it out, "
+                "or start a new run."
+            )
+    return replace(from_dict(settings), run_dir=str(source), resume=None)
+
+
+def _goes_on(config: TrainConfig) -> bool:
+    """Whether the run is to be resumed if there is one: because it was asked for, or because torchrun restarted us."""
+    return config.resume is not None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The configuration of a run folder.
+
+    Raises:
+      CheckpointError: if it is none.
+    """
+    path = run_dir / "config.yaml"
+    try:
+        return from_dict(yaml.safe_load(path.read_text()))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{run_dir} is no run folder: there is no {path.name} in it.") from error
+    except (OSError, yaml.YAMLError, ConfigError, TypeError) as error:
+        raise CheckpointError(
+            f"{run_dir} is no run folder: {path.name} is not ours ({str(error).splitlines()[0]})."
+        ) from error
+
+
+def new_run_dir(config: TrainConfig, ranks: Ranks) -> Path:
+    """Creates the run folder; the same on every rank.
+
+    Raises:
+      ConfigError: if it cannot be created.
+      RankError: see `seen_by_all`.
+    """
+    return seen_by_all(_create_run_dir(config) if ranks.rank == 0 else None, ranks)
+
+
+def seen_by_all(path: Path | None, ranks: Ranks) -> Path:
+    """Rank 0's `path`, as this rank reaches it.
+
+    Raises:
+      RankError: if this rank, on another host, does not see it: a folder there may have the same name.
+    """
+    if path is not None and ranks.world_size == 1:
+        return path
+    mark = None if path is None else path.absolute() / f".rank-0-{uuid.uuid4().hex}"
+    if mark is not None and ranks.rank == 0:
+        with checkpoint.writing(mark.parent):
+            mark.touch()
+    relative, mark = ranks.same((path, mark))
+    try:
+        if not mark.exists():
+            raise RankError(
+                f"rank {ranks.rank} on {platform.node()} does not see the run folder of rank 0, {mark.parent}: start "
+                "on all hosts in a folder that they share, or name one with run_dir"
+            )
+        ranks.barrier()
+    finally:
+        if ranks.rank == 0:
+            mark.unlink(missing_ok=True)
+    return relative if relative.absolute() == mark.parent else mark.parent
+
+
+def _create_run_dir(config: TrainConfig) -> Path:
+    if config.run_dir is None:
+        now = datetime.datetime.now()
+        while True:  # runs that start in the same second get different folders
+            path = Path("runs", config.experiment, f"{now:%Y%m%d-%H%M%S}-seed{config.seed}")
+            with checkpoint.writing(path), contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return path
+            now += datetime.timedelta(seconds=1)
+    path = Path(config.run_dir)
+    if path.is_file():
+        raise ConfigError(f"run_dir={path} is a file; name a folder, or leave it out.")
+    metrics = path / METRICS_FILE
+    # What has no checkpoint cannot be resumed: then `resume=auto` begins again in the same folder.
+    if checkpoint.all_of(path) or (metrics.is_file() and metrics.stat().st_size and not _goes_on(config)):
+        raise ConfigError(f"run_dir={path} already holds a run; use another, or resume={path} to go on with it.")
+    with checkpoint.writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keeps other processes out of a run folder while this one writes to it.
+
+    Raises:
+      ConfigError: if another process is in it.
+    """
+    with checkpoint.writing(run_dir):
+        file = (run_dir / ".lock").open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{run_dir} is in use by another process; wait until it ends, or choose another run_dir."
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def save_state(
+    run_dir: Path,
+    agent: Agent,
+    state: RunState,
+    meta: dict[str, Any],
+    ranks: Ranks,
+    keep: int,
+    segments: Segments | None = None,
+) -> Path:
+    """Writes a checkpoint of a whole run, with what its replay buffer holds."""
+    weights = state.learner.params | state.learner.buffers
+    iteration = int(state.iteration.flatten()[0])
+    meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
+    manifest, layers = None if segments is None else segments.save(iteration), layers_of(agent)
+    folder = checkpoint.save(
+        run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest, layers=layers
+    )
+    if segments is not None:
+        segments.clean()
+    return folder
+
+
+def changes(meta: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
+    """What bits depend on and is not as it was when a checkpoint was written; empty if nothing."""
+    now = {**versions(), "threads": torch.get_num_threads()}
+    then = {**meta.get("versions", {}), "threads": meta.get("threads")}
+    if config.loop.name == "sebulba":
+        before = read_config(run_dir).loop
+        for name in ("num_actor_threads", "pools_per_actor", "split"):
+            then[f"loop.{name}"], now[f"loop.{name}"] = getattr(before, name), getattr(config.loop, name)
+    return ", ".join(f"{name} ({then.get(name)} -> {now.get(name)})" for name in now if now[name] != then.get(name))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file atomically."""
+    partial = path.with_name(f".partial-{path.name}")
+    with checkpoint.writing(path):
+        partial.write_text(text)
+        os.replace(partial, path)
+
+
+def hardware(device: torch.device) -> str:
+    """A short name of what the run ran on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu()['model name']}, {os.cpu_count()} cores"
+
+
+def cpu() -> dict[str, str]:
+    """`model name`, `cpu family` and `model` of this CPU, as /proc/cpuinfo has them; elsewhere at least a name."""
+    found = {"model name": platform.processor() or platform.machine(), "cpu family": "", "model": ""}
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        found.update(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what the numbers are."""
+    names = {"torchpod": "torchpod-rl", "torch": "torch", "torchrl": "torchrl", "tensordict": "tensordict"}
+    found = {"python": platform.python_version()}
+    for name, distribution in names.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(distribution)
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the source tree, with `+changes` if it is not clean; None outside a checkout or without git."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", root, *command], capture_output=True, text=True, check=False).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "") or None
