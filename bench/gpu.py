@@ -80,6 +80,11 @@ class HostCase(NamedTuple):
         """Of its row."""
         return f"impala_{self.task}/{self.num_envs}x{self.unroll_length}"
 
+    @property
+    def iterations(self) -> int:
+        """Of a timed call."""
+        return max(2, round(HOST_CALL_STEPS / (self.num_envs * self.unroll_length)))
+
 
 class Checks(NamedTuple):
     """The rows of gpu_checks.py, as something that `--only` can name."""
@@ -108,6 +113,8 @@ LAYOUT = ("--actors", 2, "--pools", 2)
 """Of Sebulba."""
 HOST_CASE_S = 60.0
 """A case of Sebulba is begun if so much time is left."""
+HOST_CALL_STEPS = 50_000
+"""Its environment steps in a timed call: about two seconds of EnvPool on 16 cores."""
 CALL_STEPS = {"cartpole": 16_000_000, "pendulum": 16_000_000, "minatar_breakout": 4_000_000, "grid_world": 64_000_000}
 """Environment steps of one timed call, some tenths of a second; fewer, by the square root, below 16k environments."""
 WARMUP_STEPS = {"cartpole": 8_000_000, "pendulum": 56_000_000, "minatar_breakout": 2_700_000}
@@ -311,6 +318,13 @@ def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick:
     """
     if cases and importlib.util.find_spec("envpool") is None:
         return [], ["EnvPool is not installed, so no host environment was measured; pip install envpool."]
+    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:  # cases have programs in common
+        return _host_rows(cases, device, deadline, Path(cache), quick=quick)
+
+
+def _host_rows(
+    cases: Sequence[HostCase], device: str, deadline: float, cache_dir: Path, *, quick: bool
+) -> tuple[list[Row], list[str]]:
     worker = Worker("torchpod", (sys.executable, "-m", "torchpod.bench.sebulba_worker"))
     make, rows, failures = RowMaker(), [], []
     for case in cases:
@@ -319,19 +333,18 @@ def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick:
             failures.append(f"{case.name}: not measured, {max(0.0, left):.0f} s of the suite's time were left.")
             continue
         arguments = ["--task", case.task, "--num-envs", case.num_envs, "--unroll-length", case.unroll_length]
-        arguments += ["--algo", "impala", "--device", device, "--iterations", 2 if quick else 10]
+        arguments += ["--algo", "impala", "--device", device, "--iterations", 2 if quick else case.iterations]
         try:
-            with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-                of_raw, of_ours = (
-                    harness.run_worker(
-                        worker,
-                        [str(x) for x in (*arguments, "--mode", mode, *layout)],
-                        core=None,
-                        cache_dir=Path(cache),
-                        timeout_s=max(1.0, deadline - time.monotonic()),
-                    )
-                    for mode, layout in (("env_only", ("--actors", 1)), ("update", LAYOUT))
+            of_raw, of_ours = (
+                harness.run_worker(
+                    worker,
+                    [str(x) for x in (*arguments, "--mode", mode, *layout)],
+                    core=None,
+                    cache_dir=cache_dir,
+                    timeout_s=max(1.0, deadline - time.monotonic()),
                 )
+                for mode, layout in (("env_only", ("--actors", 1)), ("update", LAYOUT))
+            )
         except WorkerError as error:
             failures.append(f"{case.name}: {error}")
             continue

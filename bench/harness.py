@@ -29,7 +29,7 @@ import torch
 from torchpod.bench.targets import missed
 from torchpod.config import ConfigError
 from torchpod.hints import nearest
-from torchpod.run.folder import commit, cpu, versions
+from torchpod.machine import commit, cpu, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -1,4 +1,4 @@
-"""Which name was meant."""
+"""Words of messages: which name was meant, how much memory."""
 
 import difflib
 from collections.abc import Iterable
@@ -12,6 +12,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
     if close:
         return "did you mean " + " or ".join(close) + "?"
     return "known: " + ", ".join(names[:30]) + (", ..." if len(names) > 30 else ".")
+
+
+def gigabytes(num_bytes: float) -> str:
+    """`1.50 GB`, and of less `12 MB` or `3 kB`."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:,.2f} GB"
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
 
 
 def _initials(name: str) -> str:

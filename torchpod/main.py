@@ -20,9 +20,10 @@ from torchpod.compile import CompileError, RecompilationError
 from torchpod.config import GROUPS, ConfigError, listed, load
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
-from torchpod.run.execute import LearnerError, NonFiniteErrorInRun, Run, execute
+from torchpod.run.execute import Run, execute
 from torchpod.run.folder import resume_source, resumed_config
 from torchpod.run.stop import Interrupted
+from torchpod.run.training import LearnerError, NonFiniteErrorInRun
 from torchpod.sebulba import ActorError
 from torchpod.watched import HostError
 

@@ -76,18 +76,19 @@ def _make_bare(config: dict[str, Any]) -> Env:
     try:
         env = maker(**arguments)
         host_maker = _HostMaker(str(Path(config["name"]).resolve()), arguments, maker)
-        zoo = sys.modules.get("pettingzoo")
-        if zoo is not None and isinstance(env, zoo.ParallelEnv | zoo.AECEnv):  # the latter is refused
-            env.close()
-            return envs.PettingZoo(host_maker, **wrapping)
-        if "gymnasium" in sys.modules and isinstance(env, sys.modules["gymnasium"].Env) and "groups" not in wrapping:
-            env.close()
-            return envs.Gymnasium(host_maker, **wrapping)
-        if "brax.envs" in sys.modules and isinstance(env, sys.modules["brax.envs"].Env):
-            env = envs.Brax(env)
-        if "torchrl.envs" in sys.modules and isinstance(env, sys.modules["torchrl.envs"].EnvBase):
-            env.close(raise_if_closed=False)  # pyright: ignore[reportCallIssue]: EnvBase is known at run time alone
-            env = TorchRL(functools.partial(maker, **arguments))
+        found = adapter_of(env)
+        match found and found[1]:
+            case "PettingZoo":
+                env.close()
+                return envs.PettingZoo(host_maker, **wrapping)
+            case "Gymnasium" if "groups" not in wrapping:
+                env.close()
+                return envs.Gymnasium(host_maker, **wrapping)
+            case "Brax":
+                env = envs.Brax(env)
+            case "TorchRL":
+                env.close(raise_if_closed=False)
+                env = TorchRL(functools.partial(maker, **arguments))
     except Exception as error:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         own = {k: v for k, v in arguments.items() if k not in parameters or v != parameters[k].default}
@@ -97,6 +98,25 @@ def _make_bare(config: dict[str, Any]) -> Env:
         raise ConfigError(f"env={config['name']} takes no argument {name}; it is no {kind}.")
     require_env(env, f"env={config['name']} gives")
     return env
+
+
+_LIBRARIES = (
+    ("pettingzoo", "ParallelEnv", "PettingZoo"),
+    ("pettingzoo", "AECEnv", "PettingZoo"),  # which refuses it
+    ("gymnasium", "Env", "Gymnasium"),
+    ("brax.envs", "Env", "Brax"),
+    ("torchrl.envs", "EnvBase", "TorchRL"),
+)
+"""Modules of others, the class of their environments, and who adapts it in `torchpod.envs`."""
+
+
+def adapter_of(env: Any) -> tuple[str, str] | None:
+    """Of an environment of another library `("gymnasium.Env", "Gymnasium")`: what it is, and who adapts it."""
+    for module, base, adapter in _LIBRARIES:
+        # What nobody has imported can have made no environment.
+        if module in sys.modules and isinstance(env, getattr(sys.modules[module], base)):
+            return f"{module}.{base}", adapter
+    return None
 
 
 def require_env(env: Any, told: str) -> None:

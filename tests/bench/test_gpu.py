@@ -150,6 +150,14 @@ def test_a_host_case_that_is_begun_ends_with_the_time_of_the_suite(tmp_path, fak
     assert 0 < document["wall_s"]
 
 
+def test_host_cases_are_timed_over_about_as_many_steps_so_that_all_fit_into_the_suites_time():
+    """Of these 520 s the rest takes 182; 16 cores do 18,000 steps/s and more."""
+    steps = [case.iterations * case.num_envs * case.unroll_length for case in gpu.HOST_CASES]
+    assert min(steps) >= 40_000 and max(steps) <= 60_000
+    timed = sum(4 * steps / 26_000 + 5 * steps / 18_000 for steps in steps)  # alone, and learning with the warm-up
+    assert 182 + timed + 25 * len(steps) < gpu.BUDGET_S  # 25 to begin both workers and to compile
+
+
 def test_both_sides_get_the_same_arguments_and_larger_batches_fewer_iterations():
     found = {}
     for case in gpu.CASES:

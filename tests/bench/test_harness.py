@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchpod import bench
+from torchpod import bench, machine
 from torchpod.bench import anakin, gpu, harness, population, report, targets
 from torchpod.bench.anakin import Case
 from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
 from torchpod.bench.targets import Target
 from torchpod.config import ConfigError
-from torchpod.run import folder as run_folder
 
 
 def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
@@ -467,7 +466,7 @@ def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_benchmark_and_a_run_name_the_same_cpu():
-    assert run_folder.hardware(torch.device("cpu")).startswith(f"{harness.hardware()['cpu']}, ")
+    assert machine.hardware(torch.device("cpu")).startswith(f"{harness.hardware()['cpu']}, ")
 
 
 def test_the_calibration_product_is_the_one_that_scales_the_figures():

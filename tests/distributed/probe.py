@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchpod.config import load
 from torchpod.distributed import Ranks, init, shutdown
 from torchpod.makers import make_agent, make_env
-from torchpod.run.execute import make_loop, reports
+from torchpod.run.loops import make_loop, reports
 from torchpod.sebulba import Sebulba
 
 

@@ -505,7 +505,7 @@ def test_files_are_for_what_is_on_a_cpu_and_for_disks_that_have_room(seed, tmp_p
     with pytest.raises(ValueError, match=r"algo\.replay\.folder=.* is for device=cpu"):
         ring.insert(on_gpu, torch.tensor(0), ())
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(ValueError, match=rf"36 bytes per step, and {tmp_path} has 0.0 GiB left"):
+    with pytest.raises(ValueError, match=rf"36 bytes per step, and {tmp_path} has 1 kB left"):
         ring.insert(trajectory, torch.tensor(0), ())
 
 
@@ -553,7 +553,7 @@ def test_beside_a_gpu_the_hosts_memory_is_pinned_as_long_as_somebody_looks_at_it
 
 def test_memory_that_cannot_be_pinned_is_refused(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *args: 2)
-    with pytest.raises(ValueError, match=r"algo\.replay\.host=true: CUDA cannot pin 0.0 GiB .* \(error 2\); lower"):
+    with pytest.raises(ValueError, match=r"algo\.replay\.host=true: CUDA cannot pin 0 kB .* \(error 2\); lower"):
         memory.zeros((3, 5), torch.float32, torch.device("cuda"), host=True, folder=None)
 
 

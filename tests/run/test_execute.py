@@ -28,7 +28,8 @@ from torchpod.config import ConfigError, load
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent
-from torchpod.run.execute import NonFiniteErrorInRun, Run, execute
+from torchpod.run.execute import Run, execute
+from torchpod.run.training import NonFiniteErrorInRun
 
 ENV_FILE = Path(__file__).parents[1] / "user_env.py"
 SMALL = (

@@ -16,7 +16,7 @@ from torchpod.main import main
 from torchpod.makers import make_agent, make_env
 from torchpod.metrics import read_metrics
 from torchpod.run.execute import Run, execute
-from torchpod.run.policies import begun, layers_of
+from torchpod.run.policies import layers_of, with_loaded_policies
 
 STEPS = 4 * 8
 """Of an iteration."""
@@ -96,7 +96,7 @@ def test_a_policy_can_be_trained_further_or_by_another_name(first: Path, tmp_pat
     config = load(
         [*SETTINGS, "algo.agent.policies={runner:{from:" + f"{first}" + "},tagger:{from:" + f"{first}:runner" + "}}"]
     )
-    agent = begun(make_agent(config.algo, make_env(config.env).spec), Ranks())()
+    agent = with_loaded_policies(make_agent(config.algo, make_env(config.env).spec), Ranks())()
     state = agent.state_dict()
     for policy in ("runner", "tagger"):
         assert equal(of(policy, state), of("runner", weights(first)))
@@ -110,7 +110,7 @@ def test_a_run_folder_a_checkpoint_and_a_copied_file_are_the_same(first: Path, t
     file = shutil.copy(checkpoint.policies_of(folder)["runner"], tmp_path / "good_runner.safetensors")
     for source in (first, folder, f"{folder}:runner", file):
         config = load([*SETTINGS, from_(source)])
-        agent = begun(make_agent(config.algo, make_env(config.env).spec), Ranks())()
+        agent = with_loaded_policies(make_agent(config.algo, make_env(config.env).spec), Ranks())()
         assert equal(of("runner", agent.state_dict()), of("runner", weights(first))), source
 
 

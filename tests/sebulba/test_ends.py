@@ -131,7 +131,7 @@ def test_a_full_disk_does_not_hide_what_failed(monkeypatch):
     def save(*_):
         raise OSError("run/checkpoints/0000000009 cannot be written (No space left on device).")
 
-    monkeypatch.setattr("torchpod.run.execute.save_state", save)
+    monkeypatch.setattr("torchpod.run.keeper.save_state", save)
     small = [x for x in SMALL if "hidden" not in x]
     with pytest.raises(ArithmeticError, match="what was it about") as error:
         main(["train", *small, "env=corridor.py:Corridor", "algo=agent.py:Forgetful", "run_dir=run"])
@@ -286,7 +286,7 @@ def test_a_signal_between_the_first_reset_and_the_first_iteration_stops_a_run_an
         signal.raise_signal(signal.SIGTERM)
         return pytest.fail("the run went on")
 
-    monkeypatch.setattr("torchpod.run.execute._logger", logger)
+    monkeypatch.setattr("torchpod.run.execute.make_logger", logger)
     with pytest.raises(Interrupted, match="stopped by SIGTERM without a new checkpoint"):
         execute(load([*SMALL, "run_dir=run"]), env=env)
     assert env in closed and multiprocessing.active_children() == []

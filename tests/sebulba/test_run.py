@@ -210,7 +210,7 @@ def test_the_progress_line_advises_what_the_run_can_do(env, advice, monkeypatch)
     if env[0] == "env=envpool":
         pytest.importorskip("envpool")
     monkeypatch.setattr("torchpod.run.progress.cores", lambda: 3)
-    monkeypatch.setattr("torchpod.run.execute.ConsoleSink", Sink)
+    monkeypatch.setattr("torchpod.run.logs.ConsoleSink", Sink)
     assert train(*env, "logger.console=true", f"total_env_steps={STEPS}", "run_dir=run") == 0
     # PPO takes no lag of 2; SMALL has minibatches, and the default epochs.
     assert given == [(advice, "raise algo.unroll_length or num_envs", "lower algo.learner.num_epochs")]

@@ -21,8 +21,10 @@ from torchpod.commands.knobs import GAIN, NAMES, Row, Search, Setting
 from torchpod.commands.probe import CPU_SHARE, Answer, measure
 from torchpod.config import ConfigError, TrainConfig, load
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
+from torchpod.hints import gigabytes
 from torchpod.kernels.gxx import cores
-from torchpod.run.folder import hardware, write_text
+from torchpod.machine import hardware
+from torchpod.run.folder import write_text
 
 _PACE = "algo.env_steps_per_update"
 _QUIET = 0.95
@@ -229,17 +231,19 @@ class _Table:
         if row.setting.num_minibatches is not None:
             rows = row.answer.minibatch_rows if row.answer else 0
             print(f"{format(rows, ',') if rows else '':>12}", end="")
-        predicted = f"{'' if row.predicted_bytes is None else _size(row.predicted_bytes):>12}"
+        predicted = f"{'' if row.predicted_bytes is None else gigabytes(row.predicted_bytes):>12}"
         if row.answer is None:
             print(f"{'':>12}{predicted}  not started")
         elif row.fits:
             answer = row.answer
             compiled = f"{answer.compile_s:.1f} s"
             share = f"  with {answer.cpu_share:.0%} of a core" if answer.cpu_share < _QUIET else ""
-            print(f"{_size(answer.memory_bytes):>12}{predicted}{compiled:>12}{answer.env_steps_per_s:>14,.0f}{share}")
+            print(
+                f"{gigabytes(answer.memory_bytes):>12}{predicted}{compiled:>12}{answer.env_steps_per_s:>14,.0f}{share}"
+            )
         else:
             why = row.answer.why if row.answer.verdict == "refused" else f"out of memory: {row.answer.why}"
-            memory = _size(row.answer.memory_bytes) if row.answer.memory_bytes else ""
+            memory = gigabytes(row.answer.memory_bytes) if row.answer.memory_bytes else ""
             print(f"{memory:>12}{predicted}  {why}")
         sys.stdout.flush()
 
@@ -247,7 +251,3 @@ class _Table:
         """Ends a line that an error has cut off."""
         if self._open:
             print(flush=True)
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

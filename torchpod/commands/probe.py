@@ -1,4 +1,4 @@
-"""How fast a run is and how much memory it takes, measured in a process of its own. Read run/execute.py first.
+"""How fast a run is and how much memory it takes, measured in a process of its own. Read run/loops.py first.
 
 `measure` starts `python -m torchpod.commands.probe`, holds it to its memory, and reads the answer that it prints. That
 one builds the loop that `torchpod train` would build, and runs it for some seconds after everything is compiled.
@@ -25,7 +25,7 @@ import torch
 from torchpod.config import TrainConfig, load
 from torchpod.distributed import init
 from torchpod.makers import make_agent, make_env
-from torchpod.run.execute import make_loop, reports
+from torchpod.run.loops import make_loop, reports
 from torchpod.watched import HostError, close_all, sentence
 
 CPU_SHARE, CUDA_SHARE = 0.8, 0.9

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchpod.cgroups import available_bytes
+from torchpod.hints import gigabytes
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool, folder: str | None) -> Tensor:
@@ -78,12 +79,12 @@ def _seen_by_gpu(memory: Tensor, device: torch.device) -> Tensor:
     Raises:
       ValueError: if CUDA cannot pin that much.
     """
-    runtime, size = _runtime(), memory.numel() * memory.element_size()
+    runtime, num_bytes = _runtime(), memory.numel() * memory.element_size()
     with torch.cuda.device(device):
-        failed = int(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
+        failed = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         if failed:
             raise ValueError(
-                f"algo.replay.host=true: CUDA cannot pin {size / 2**30:.1f} GiB of the host's memory (error {failed}); "
+                f"algo.replay.host=true: CUDA cannot pin {gigabytes(num_bytes)} of the host's memory (error {failed}); "
                 "lower algo.replay.capacity, or raise the limit of locked memory (ulimit -l)."
             )
     seen = _Bytes(memory)

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod.checkpoint import CheckpointError, all_of, manifest_of, write_tensors, writing
+from torchpod.hints import gigabytes
 from torchpod.replay.buffer import ReplayBuffer
 from torchpod.replay.memory import free_bytes
 from torchpod.types import LAST, Tree
@@ -77,8 +78,8 @@ class Segments:
         free, _ = free_bytes(torch.device("cpu"), host=False, folder=str(self._run_dir))  # this rank's share
         if most - there > free:
             warnings.warn(
-                f"{self._folder} will hold at least {most / 2**30:.1f} GiB of replay, {there / 2**30:.1f} are there, "
-                f"and the disk has {free / 2**30:.1f} left for it; free some space, or stop and lower "
+                f"{self._folder} will hold at least {gigabytes(most)} of replay, {gigabytes(there)} are there, "
+                f"and the disk has {gigabytes(free)} left for it; free some space, or stop and lower "
                 "algo.replay.capacity or choose another folder with run_dir=DIR, for a checkpoint that finds no room "
                 "ends the run.",
                 stacklevel=2,

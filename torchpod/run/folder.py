@@ -1,15 +1,11 @@
-"""A run folder: which one a run resumes or creates, what it keeps in it, and on what machine it ran."""
+"""A run folder: which one a run resumes or creates, and that it is all this run's."""
 
 import contextlib
 import datetime
 import fcntl
 import functools
-import importlib.metadata
 import os
 import platform
-import re
-import shutil
-import subprocess
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,14 +16,11 @@ import torch
 import yaml
 
 from torchpod import checkpoint
-from torchpod.agent import Agent
-from torchpod.anakin import RunState
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import ConfigError, TrainConfig, from_dict
 from torchpod.distributed import RankError, Ranks
+from torchpod.machine import versions
 from torchpod.metrics import METRICS_FILE
-from torchpod.replay.segments import Segments
-from torchpod.run.policies import layers_of
 
 JOB = "TORCHELASTIC_RUN_ID"
 MAY_CHANGE = (
@@ -198,28 +191,6 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def save_state(
-    run_dir: Path,
-    agent: Agent,
-    state: RunState,
-    meta: dict[str, Any],
-    ranks: Ranks,
-    keep: int,
-    segments: Segments | None = None,
-) -> Path:
-    """Writes a checkpoint of a whole run, with what its replay buffer holds."""
-    weights = state.learner.params | state.learner.buffers
-    iteration = int(state.iteration.flatten()[0])
-    meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
-    manifest, layers = None if segments is None else segments.save(iteration), layers_of(agent)
-    folder = checkpoint.save(
-        run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest, layers=layers
-    )
-    if segments is not None:
-        segments.clean()
-    return folder
-
-
 def changes(meta: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
     """What bits depend on and is not as it was when a checkpoint was written; empty if nothing."""
     now = {**versions(), "threads": torch.get_num_threads()}
@@ -237,41 +208,3 @@ def write_text(path: Path, text: str) -> None:
     with checkpoint.writing(path):
         partial.write_text(text)
         os.replace(partial, path)
-
-
-def hardware(device: torch.device) -> str:
-    """A short name of what the run ran on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu()['model name']}, {os.cpu_count()} cores"
-
-
-def cpu() -> dict[str, str]:
-    """`model name`, `cpu family` and `model` of this CPU, as /proc/cpuinfo has them; elsewhere at least a name."""
-    found = {"model name": platform.processor() or platform.machine(), "cpu family": "", "model": ""}
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text()
-        found.update(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE))
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Versions that decide what the numbers are."""
-    names = {"torchpod": "torchpod-rl", "torch": "torch", "torchrl": "torchrl", "tensordict": "tensordict"}
-    found = {"python": platform.python_version()}
-    for name, distribution in names.items():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(distribution)
-    return found
-
-
-def commit() -> str | None:
-    """The commit of the source tree, with `+changes` if it is not clean; None outside a checkout or without git."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None
-
-    def git(*command: str) -> str:
-        return subprocess.run(["git", "-C", root, *command], capture_output=True, text=True, check=False).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "") or None

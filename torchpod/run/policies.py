@@ -16,7 +16,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.distributed import Ranks
 
 
-def begun(make: Callable[[], Agent], ranks: Ranks) -> Callable[[], Agent]:
+def with_loaded_policies(make: Callable[[], Agent], ranks: Ranks) -> Callable[[], Agent]:
     """Makes agents that begin as their `begins_as` says: with parameters and statistics, not with hyperparameters.
 
     Args:

@@ -1,37 +1,20 @@
-"""What a run leaves behind when it ends: summary.json, and a folder for each member of a population."""
+"""What summary.json says of a run: returns of its evaluation, speed, machine and versions."""
 
-import json
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod import checkpoint, stats
-from torchpod.agent import Agent
+from torchpod import stats
 from torchpod.anakin import RunState
 from torchpod.config import TrainConfig
 from torchpod.distributed import Ranks
 from torchpod.evaluate import Evaluation
-from torchpod.metrics import Logger, read_metrics
-from torchpod.run.folder import commit, hardware, save_state, versions, write_text
+from torchpod.machine import commit, hardware, versions
+from torchpod.run.training import Timing
 from torchpod.watched import HostError
-
-
-@dataclass
-class Timing:
-    """How long the training took."""
-
-    wall_s: float
-    """Of training, without compilation, resumed parts included."""
-    compile_s: float
-    steps: int
-    seconds: float
-    """Transitions and seconds of this process's calls: their quotient is the throughput."""
 
 
 def summarise(
@@ -110,36 +93,3 @@ def unfinished(evaluation: Evaluation) -> dict[str, int]:
     """How many episodes were cut because they did not end, and at which step, the latest; 0 if none was."""
     steps = torch.where(evaluation.finished, 0, evaluation.lengths)
     return {"unfinished_episodes": int((~evaluation.finished).sum()), "unfinished_steps": int(steps.max())}
-
-
-def write_members(
-    run_dir: Path, config: TrainConfig, agent: Agent, state: RunState, summary: dict, timing: Timing
-) -> None:
-    """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
-    rows = read_metrics(run_dir)
-    for p in range(config.population):
-        folder = run_dir / "members" / str(p)
-        if any(int(path.name) > int(state.iteration[p]) for path in checkpoint.all_of(folder)):
-            continue  # it has gone on by itself
-        with checkpoint.writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        member = replace(
-            config,
-            population=1,
-            seed=config.seed + p,
-            evaluation=replace(config.evaluation, seed=config.evaluation_seed),  # all have played the same episodes
-            members={name: [values[p]] for name, values in config.members.items()},
-            run_dir=str(folder),
-            resume=None,
-        )
-        one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
-        save_state(folder, agent, one, {"wall_s": timing.wall_s}, Ranks(), config.checkpoint.keep)
-        write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
-        own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
-        own["healthy"] = bool(state.learner.healthy[p])
-        write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
-        with Logger(folder, resume_at=0) as logger:
-            for row in rows:
-                own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}
-                rates = {name: own[name] / config.population for name in ("env_steps_per_s",) if name in own}
-                logger.write(own | rates)

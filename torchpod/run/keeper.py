@@ -1,0 +1,102 @@
+"""What a run writes to be resumed, checkpoints with replay, and to be looked at: the trajectory of a bad gradient."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchpod import checkpoint
+from torchpod.agent import Agent
+from torchpod.anakin import NonFiniteError, RunState
+from torchpod.config import CheckpointConfig
+from torchpod.distributed import Ranks
+from torchpod.machine import versions
+from torchpod.replay.segments import Segments
+from torchpod.run.folder import JOB
+from torchpod.run.policies import layers_of
+
+
+class Keeper:
+    """Writes checkpoints and crash dumps of one run.
+
+    Args:
+      config: how often, and how many are kept.
+      run_dir: where.
+      agent: whose policies have files of their own.
+      ranks: of the run.
+      segments: the files of the replay buffer, if there is one.
+      saved_at: the iteration of the checkpoint that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_dir: Path,
+        agent: Agent,
+        ranks: Ranks,
+        segments: Segments | None,
+        saved_at: int | None,
+    ) -> None:
+        self._config, self.run_dir, self._ranks, self._segments = config, run_dir, ranks, segments
+        self._agent, self.saved_at = agent, saved_at
+        self._last_saved = time.perf_counter()
+
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        # With ranks one at once: when one of them fails, the others cannot be asked to save any more.
+        if self.saved_at is None and self._ranks.world_size > 1:
+            return True
+        return time.perf_counter() - self._last_saved >= self._config.interval_s
+
+    def save(self, state: RunState, wall_s: float) -> None:
+        """Writes a checkpoint."""
+        folder = save_state(
+            self.run_dir, self._agent, state, {"wall_s": wall_s}, self._ranks, self._config.keep, self._segments
+        )
+        self.saved_at = int(folder.name)
+        self._last_saved = time.perf_counter()
+
+    def rescue(self, state: RunState, wall_s: float) -> str:
+        """Saves what is not saved after a failure; why it could not be, in words to add to those of the failure."""
+        # Not with ranks: saving would wait for the others, which wait for this one.
+        if self._ranks.world_size > 1 or self.saved_at == int(state.iteration.flatten()[0]):
+            return ""
+        try:
+            self.save(state, wall_s)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def dump(self, error: NonFiniteError) -> Path:
+        """Writes the trajectory of an error; the file."""
+        path = self.run_dir / "nan" / f"iteration-{error.iteration}-rank-{self._ranks.rank}.pt"
+        flat = {pytree.keystr(k): v.cpu() for k, v in pytree.tree_flatten_with_path(error.trajectory)[0]}
+        with checkpoint.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_tensors(path, flat)
+        return path
+
+
+def save_state(
+    run_dir: Path,
+    agent: Agent,
+    state: RunState,
+    meta: dict[str, Any],
+    ranks: Ranks,
+    keep: int,
+    segments: Segments | None = None,
+) -> Path:
+    """Writes a checkpoint of a whole run, with what its replay buffer holds."""
+    weights = state.learner.params | state.learner.buffers
+    iteration = int(state.iteration.flatten()[0])
+    meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
+    manifest, layers = None if segments is None else segments.save(iteration), layers_of(agent)
+    folder = checkpoint.save(
+        run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest, layers=layers
+    )
+    if segments is not None:
+        segments.clean()
+    return folder

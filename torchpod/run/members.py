@@ -1,0 +1,79 @@
+"""The members of a population: the settings in which they differ, and a run folder for each."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch.utils import _pytree as pytree
+
+from torchpod import checkpoint
+from torchpod.agent import Agent
+from torchpod.anakin import RunState
+from torchpod.config import ConfigError, TrainConfig
+from torchpod.distributed import Ranks
+from torchpod.hints import nearest
+from torchpod.metrics import Logger, read_metrics
+from torchpod.run.folder import write_text
+from torchpod.run.keeper import save_state
+
+
+def apply_members(state: RunState, config: TrainConfig) -> RunState:
+    """Puts the per-member values of `members` into hyperparameters and learning rates."""
+    learner = state.learner
+    rates = {name if len(learner.learning_rate) > 1 else "learning_rate": name for name in learner.learning_rate}
+    schedules = config.algo.learner.schedules or {}
+    for name, values in config.members.items():
+        scheduled = {"learning_rate", f"learning_rate.{rates[name]}"} if name in rates else {name}
+        if scheduled & schedules.keys():
+            raise ConfigError(f"members.{name} has a schedule, which is that of all members; leave one of them out.")
+        if name in learner.buffers:
+            table, key = learner.buffers, name
+        elif name in rates:
+            table, key = learner.learning_rate, rates[name]
+        elif name in config.algo.agent:
+            raise ConfigError(
+                f"members.{name} is a setting of the agent, and cannot differ from member to member before its "
+                f"constructor says self.hyperparameter({name!r}, config.{name})."
+            )
+        else:
+            raise ConfigError(f"members.{name} is no setting; {nearest(name, [*learner.buffers, *rates])}")
+        table[key] = torch.as_tensor(values, dtype=torch.float32, device=table[key].device)
+        if config.population == 1:
+            table[key] = table[key][0]
+    return state
+
+
+def write_members(
+    run_dir: Path, config: TrainConfig, agent: Agent, state: RunState, summary: dict[str, Any], wall_s: float
+) -> None:
+    """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
+    rows = read_metrics(run_dir)
+    for p in range(config.population):
+        folder = run_dir / "members" / str(p)
+        if any(int(path.name) > int(state.iteration[p]) for path in checkpoint.all_of(folder)):
+            continue  # it has gone on by itself
+        with checkpoint.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        member = replace(
+            config,
+            population=1,
+            seed=config.seed + p,
+            evaluation=replace(config.evaluation, seed=config.evaluation_seed),  # all have played the same episodes
+            members={name: [values[p]] for name, values in config.members.items()},
+            run_dir=str(folder),
+            resume=None,
+        )
+        one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
+        save_state(folder, agent, one, {"wall_s": wall_s}, Ranks(), config.checkpoint.keep)
+        write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
+        own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
+        own["healthy"] = bool(state.learner.healthy[p])
+        write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
+        with Logger(folder, resume_at=0) as logger:
+            for row in rows:
+                own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}
+                rates = {name: own[name] / config.population for name in ("env_steps_per_s",) if name in own}
+                logger.write(own | rates)
