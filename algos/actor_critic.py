@@ -244,7 +244,7 @@ class ActorCritic(Agent):
         return observation if self.normalizer is None else self.normalizer(observation)
 
     def _heads(self, features: Tensor, observation: Tree) -> tuple[Tensor, Tensor]:
-        if self.value_encoder is None:  # one layer of both, so that it is one network (mlp.py)
+        if self.value_encoder is None:  # one layer of both, so that it is one network (kernels/mlp.py)
             weight = torch.cat([self.policy.weight, self.value.weight])
             bias = torch.cat([self.policy.bias, self.value.bias])
             policy, value = nn.functional.linear(features, weight, bias).split([len(bias) - 1, 1], -1)

@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def one_kernel(self) -> bool:
-        """Whether a GPU with room for it runs the unroll as one (gpu_unroll.py)."""
+        """Whether a GPU with room for it runs the unroll as one (kernels/gpu_unroll.py)."""
         return self.env in ("cartpole", "pendulum") and self.num_envs <= gpu_unroll.MOST_ROWS
 
     @property
@@ -318,44 +318,44 @@ def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick:
     """
     if cases and importlib.util.find_spec("envpool") is None:
         return [], ["EnvPool is not installed, so no host environment was measured; pip install envpool."]
-    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:  # cases have programs in common
-        return _host_rows(cases, device, deadline, Path(cache), quick=quick)
-
-
-def _host_rows(
-    cases: Sequence[HostCase], device: str, deadline: float, cache_dir: Path, *, quick: bool
-) -> tuple[list[Row], list[str]]:
-    worker = Worker("torchpod", (sys.executable, "-m", "torchpod.bench.sebulba_worker"))
     make, rows, failures = RowMaker(), [], []
-    for case in cases:
-        left = deadline - time.monotonic()
-        if left < HOST_CASE_S:
-            failures.append(f"{case.name}: not measured, {max(0.0, left):.0f} s of the suite's time were left.")
-            continue
-        arguments = ["--task", case.task, "--num-envs", case.num_envs, "--unroll-length", case.unroll_length]
-        arguments += ["--algo", "impala", "--device", device, "--iterations", 2 if quick else case.iterations]
-        try:
-            of_raw, of_ours = (
-                harness.run_worker(
-                    worker,
-                    [str(x) for x in (*arguments, "--mode", mode, *layout)],
-                    core=None,
-                    cache_dir=cache_dir,
-                    timeout_s=max(1.0, deadline - time.monotonic()),
-                )
-                for mode, layout in (("env_only", ("--actors", 1)), ("update", LAYOUT))
-            )
-        except WorkerError as error:
-            failures.append(f"{case.name}: {error}")
-            continue
-        raw, ours = (m["env_steps_per_s"]["median"] for m in (of_raw, of_ours))
-        where = case.name.removeprefix("impala_")
-        rows += [
-            make.alone(f"raw_envpool_{where}", raw, "env_steps/s", harness.rates(of_raw)),
-            make.alone(case.name, ours, "env_steps/s", harness.rates(of_ours)),
-            make.alone(f"impala_of_raw_{where}", ours / raw, "share"),
-        ]
-        print(describe(rows[-2]), flush=True)
-        if "gpu_busy" in of_ours:
-            rows.append(make.alone(f"gpu_idle_{where}", 1 - of_ours["gpu_busy"], "share of the time"))
+    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:  # cases have programs in common
+        for case in cases:
+            left = deadline - time.monotonic()
+            if left < HOST_CASE_S:
+                failures.append(f"{case.name}: not measured, {max(0.0, left):.0f} s of the suite's time were left.")
+                continue
+            try:
+                rows += _host_case(make, case, device, deadline, Path(cache), quick=quick)
+            except WorkerError as error:
+                failures.append(f"{case.name}: {error}")
     return rows, failures
+
+
+def _host_case(
+    make: RowMaker, case: HostCase, device: str, deadline: float, cache_dir: Path, *, quick: bool
+) -> list[Row]:
+    worker = Worker("torchpod", (sys.executable, "-m", "torchpod.bench.sebulba_worker"))
+    arguments = ["--task", case.task, "--num-envs", case.num_envs, "--unroll-length", case.unroll_length]
+    arguments += ["--algo", "impala", "--device", device, "--iterations", 2 if quick else case.iterations]
+    of_raw, of_ours = (
+        harness.run_worker(
+            worker,
+            [str(x) for x in (*arguments, "--mode", mode, *layout)],
+            core=None,
+            cache_dir=cache_dir,
+            timeout_s=max(1.0, deadline - time.monotonic()),
+        )
+        for mode, layout in (("env_only", ("--actors", 1)), ("update", LAYOUT))
+    )
+    raw, ours = (m["env_steps_per_s"]["median"] for m in (of_raw, of_ours))
+    where = case.name.removeprefix("impala_")
+    rows = [
+        make.alone(f"raw_envpool_{where}", raw, "env_steps/s", harness.rates(of_raw)),
+        make.alone(case.name, ours, "env_steps/s", harness.rates(of_ours)),
+        make.alone(f"impala_of_raw_{where}", ours / raw, "share"),
+    ]
+    print(describe(rows[1]), flush=True)
+    if "gpu_busy" in of_ours:
+        rows.append(make.alone(f"gpu_idle_{where}", 1 - of_ours["gpu_busy"], "share of the time"))
+    return rows

@@ -7,9 +7,9 @@ For each case: how many kernels, copies and fills an iteration launches, with th
 whether machine code can be made of every kernel, and none would be chosen by timing; whether no program returns to the
 host; and, with few environments, whether the programs compute what the functions do, their kernels run in Triton's
 interpreter. The steps of an unroll are counted one by one, as a GPU runs them with more than 4096 environments or
-TORCHPOD_UNROLL_KERNEL=0; with up to 4096 they can be one kernel (gpu_unroll.py), which is not looked at here. The
-second form looks at any run of Anakin but those that reuse the forward pass. How fast all that is only a GPU can tell
-(gpu.py). Needs Triton, which `make bench` puts beside the other packages, and g++.
+TORCHPOD_UNROLL_KERNEL=0; with up to 4096 they can be one kernel (kernels/gpu_unroll.py), which is not looked at here.
+The second form looks at any run of Anakin but those that reuse the forward pass. How fast all that is only a GPU can
+tell (gpu.py). Needs Triton, which `make bench` puts beside the other packages, and g++.
 """
 
 import dataclasses

@@ -26,12 +26,12 @@ from torchpod.algos.multi_agent import IA2C, IA2CConfig, Policies
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled
-from torchpod.commands.probe import status_bytes
 from torchpod.compile import Compiler
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.env import TensorEnv
 from torchpod.envs import CovidEconomy, TagContinuous, TagGridWorld
 from torchpod.graph import Replay
+from torchpod.host_memory import status_bytes
 from torchpod.kernels import mlp
 from torchpod.learner import LearnerConfig
 from torchpod.nets.heads import make_head

@@ -33,7 +33,7 @@ def report(
       packages: whose versions are told.
     """
     began = time.perf_counter()
-    for _ in range(3):  # the second is recorded (recorded.py)
+    for _ in range(3):  # the second is recorded (kernels/recorded.py)
         call()
     first_s = time.perf_counter() - began
     began = time.perf_counter()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.bench.rates import report
-from torchpod.commands.probe import status_bytes
 from torchpod.compile import Compiler
+from torchpod.host_memory import status_bytes
 from torchpod.replay import Priorities, ReplayBuffer, ReplayConfig, Sample
 from torchpod.types import MID, ActorOutput, TimeStep, Trajectory, Tree
 

@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from torchpod.agent import Agent, bind
-    from torchpod.commands.eval_run import eval_run
     from torchpod.env import Env, TensorEnv
     from torchpod.main import train
     from torchpod.makers import make_env
@@ -32,7 +31,6 @@ _WHERE = {
     "bind": "agent",
     "check_agent": "testing",
     "check_env": "testing",
-    "eval_run": "commands.eval_run",
     "make_env": "makers",
     "train": "main",
 }
@@ -49,7 +47,6 @@ __all__ = [
     "bind",
     "check_agent",
     "check_env",
-    "eval_run",
     "make_env",
     "train",
 ]

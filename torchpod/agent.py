@@ -53,7 +53,7 @@ class Agent(nn.Module):
     hyperparameters: tuple[str, ...] = ()
     """Names of its own, as `hyperparameter` has registered them."""
     begins_as: Mapping[str, str] = {}
-    """`{"policies.runner": "runs/first:runner"}`: parts that begin a new run as policies of another (policies.py)."""
+    """`{"policies.runner": "runs/first:runner"}`: parts that begin a new run as policies of another one."""
     may_fall_back: bool = False
     """True: what does not compile of this agent runs uncompiled, after a warning that says why."""
     through_env: bool = False

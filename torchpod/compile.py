@@ -1,8 +1,8 @@
 """Compilation: what the loops do to each of their pure functions before they call it.
 
-`Compiler` turns a function into a compiled one that refuses to recompile silently (inductor.py), vmapped over a
-population if there is one. On CPU a pass of ours rewrites what inductor does badly (cpu_kernels.py); on CUDA the
-compiled functions are captured, many at a time, by graph.py.
+`Compiler` turns a function into a compiled one that refuses to recompile silently (kernels/inductor.py), vmapped over
+a population if there is one. On CPU a pass of ours rewrites what inductor does badly (kernels/cpu_kernels.py); on CUDA
+the compiled functions are captured, many at a time, by graph.py.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class Compiler:
         return compiled
 
     def ahead(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Compiles the functions that `fn(*args)` calls, all at the same time, and calls none of them (inductor.py)."""
+        """Compiles the functions that `fn(*args)` calls, all at once, and calls none of them (kernels/inductor.py)."""
         if self.enabled:
             with ahead():
                 fn(*pytree.tree_map(torch.clone, args))
@@ -86,11 +86,11 @@ class Compiler:
         return self.enabled and device.type == "cuda"
 
     def recorded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that does nothing but call compiled ones, without Python between them (recorded.py)."""
+        """A function that does nothing but call compiled ones, without Python between them (kernels/recorded.py)."""
         return Recorded(fn) if self.enabled and not _PROFILE else fn
 
     def vjp(self, fn: Callable[..., tuple[Any, Any]]) -> Vjp:
-        """Of `fn(primals, *rest) -> (outputs, aux)`: a pass that keeps what its derivative needs (vjp.py)."""
+        """Of `fn(primals, *rest) -> (outputs, aux)`: a pass that keeps what its derivative needs (kernels/vjp.py)."""
         if not self.enabled:
             return eager_vjp(fn, self.population)
         return compiled_vjp(fn, fn.__qualname__, self.max_compilations, self.population)

@@ -14,7 +14,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return "known: " + ", ".join(names[:30]) + (", ..." if len(names) > 30 else ".")
 
 
-def gigabytes(num_bytes: float) -> str:
+def human_bytes(num_bytes: float) -> str:
     """`1.50 GB`, and of less `12 MB` or `3 kB`."""
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:,.2f} GB"

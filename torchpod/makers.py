@@ -66,7 +66,7 @@ def _make_bare(config: dict[str, Any]) -> Env:
     if config["name"].startswith(OBJECT):
         raise ConfigError(
             f"env={config['name']} was a Python object; hand it over again, in Python: train(env=..., resume=RUN), or "
-            "torchpod.eval_run(RUN, episodes=..., env=...)."
+            "torchpod.commands.eval_run.eval_run(RUN, episodes=..., env=...)."
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = find(config["name"], envs.MAKERS, "env")
@@ -113,8 +113,7 @@ _LIBRARIES = (
 def adapter_of(env: Any) -> tuple[str, str] | None:
     """Of an environment of another library `("gymnasium.Env", "Gymnasium")`: what it is, and who adapts it."""
     for module, base, adapter in _LIBRARIES:
-        # What nobody has imported can have made no environment.
-        if module in sys.modules and isinstance(env, getattr(sys.modules[module], base)):
+        if isinstance(env, getattr(sys.modules.get(module), base, ())):  # of what nobody has imported it cannot be
             return f"{module}.{base}", adapter
     return None
 

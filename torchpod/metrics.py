@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always, and whatever else wants rows (sinks.py, progress.py).
+"""Where the numbers of a run go: metrics.jsonl always, and whatever else wants rows (run/sinks.py, run/progress.py).
 
 A row is a dict with at least `iteration` and `env_steps`; a value is a number, or in a population a list with one
 number per member. NaN says that there is nothing to report, e.g. the return when no episode ended. Timings have names

@@ -154,7 +154,7 @@ def test_host_cases_are_timed_over_about_as_many_steps_so_that_all_fit_into_the_
     """Of these 520 s the rest takes 182; 16 cores do 18,000 steps/s and more."""
     steps = [case.iterations * case.num_envs * case.unroll_length for case in gpu.HOST_CASES]
     assert min(steps) >= 40_000 and max(steps) <= 60_000
-    timed = sum(4 * steps / 26_000 + 5 * steps / 18_000 for steps in steps)  # alone, and learning with the warm-up
+    timed = sum(4 * call / 26_000 + 5 * call / 18_000 for call in steps)  # calls of EnvPool alone, and of learning
     assert 182 + timed + 25 * len(steps) < gpu.BUDGET_S  # 25 to begin both workers and to compile
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchpod import cgroups
-from torchpod.cgroups import available_bytes
-from torchpod.commands import probe
-from torchpod.commands.probe import Answer, ProbeError, answer, measure, private_bytes, status_bytes
+from torchpod import host_memory
+from torchpod.commands.probe import Answer, ProbeError, answer, measure
+from torchpod.host_memory import available_bytes, private_bytes, status_bytes
 
 SMALL = ["env=cartpole", "compile=false", "num_envs=8", "algo.unroll_length=8", "algo.agent.hidden=[8]"]
 
@@ -27,10 +26,8 @@ def test_one_that_takes_more_than_it_may_is_stopped():
     found = measure(SMALL, seconds=1000.0, limit=10**8, on_cpu=True)
     assert (found.verdict, found.why) == ("out of memory", "stopped at the limit")
     assert 10**8 < found.memory_bytes < 10**9
-    assert all(
-        b"torchpod.commands.probe" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        for pid in probe._children(os.getpid())
-    )
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in host_memory.children(os.getpid())]
+    assert not any(b"torchpod.commands.probe" in command for command in commands)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_memory_is_counted_with_that_of_children():
 
 @pytest.mark.slow
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
-    code = "import os; from torchpod.commands.probe import status_bytes; print(status_bytes(os.getpid(), 'VmHWM'))"
+    code = "import os; from torchpod.host_memory import status_bytes; print(status_bytes(os.getpid(), 'VmHWM'))"
     held = bytearray(2 << 30)
     command = [sys.executable, "-c", code]
     found = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -146,7 +143,7 @@ def test_a_container_leaves_what_its_cgroups_leave(
     assert free > 10**8
     inner = tmp_path / "inner"
     inner.mkdir()
-    monkeypatch.setattr(cgroups, "_cgroups", lambda: [inner, tmp_path])
+    monkeypatch.setattr(host_memory, "_cgroups", lambda: [inner, tmp_path])
     for folder, most in ((tmp_path, "5000000"), (inner, "max")):
         (folder / limit).write_text(most)
         (folder / usage).write_text("3000000")
@@ -157,10 +154,10 @@ def test_a_container_leaves_what_its_cgroups_leave(
 
 
 def test_the_cgroups_of_this_process_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cgroups, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     paths = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     wanted = {tmp_path / "memory" / path.lstrip("/") for _, names, path in paths if names == "memory"}
     wanted |= {tmp_path / path.lstrip("/") for _, names, path in paths if not names}
-    found = list(cgroups._cgroups())
+    found = list(host_memory._cgroups())
     assert wanted <= set(found)
     assert all(folder.is_relative_to(tmp_path) for folder in found)

@@ -306,4 +306,4 @@ def test_a_captured_run_with_replay_is_resumed_to_the_bit(tmp_path, loop, host):
 @pytest.mark.parametrize(("host", "where"), [(False, r"cuda:\d"), (True, "cpu")])
 def test_a_ring_that_does_not_fit_a_gpu_is_refused(tmp_path, monkeypatch, host, where):
     own = ["device=cuda", f"algo.replay.host={host}"]
-    test_loops.require_refusal(tmp_path, monkeypatch, own, rf"33527.6 GiB, .* and {where} has [\d.]+ GiB left; use ")
+    test_loops.require_refusal(tmp_path, monkeypatch, own, rf"36,000.00 GB, .* and {where} has [\d.,]+ GB left; use ")

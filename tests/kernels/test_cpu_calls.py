@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.agent import variables_of
-from torchpod.commands.probe import status_bytes
 from torchpod.compile import Compiler
 from torchpod.config import load
 from torchpod.envs import CartPole
+from torchpod.host_memory import status_bytes
 from torchpod.kernels import cpu_calls
 from torchpod.kernels.inductor import Compiled
 from torchpod.makers import make_agent, make_env

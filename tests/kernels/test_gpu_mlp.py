@@ -14,7 +14,7 @@ SHARED_BYTES = 227 * 1024
 
 
 def printed(*arguments):
-    ended = lowered.run("tests.triton_kernels", *arguments)
+    ended = lowered.run("tests.kernels.triton_kernels", *arguments)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -29,7 +29,7 @@ def test_outputs_and_gradients_are_those_of_the_network(seed):
 @pytest.mark.slow
 def test_networks_share_operators_unless_one_needs_the_other():
     """Each line: the networks of every operator, forward and backward."""
-    ended = lowered.run("tests.networks_on_a_gpu", "--check")
+    ended = lowered.run("tests.kernels.networks_on_a_gpu", "--check")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1]) == {
         "both": ["mlps 2"],

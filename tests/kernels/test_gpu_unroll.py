@@ -31,12 +31,12 @@ RUNS = {
     "acrobot": ["env=acrobot"],
     "memory_chain": ["env=memory_chain"],
     "impala": ["algo=impala", "env=bernoulli_bandit"],
-    "telling": ["algo=tests/unrolls_on_a_gpu.py:Telling", "env=cartpole"],
+    "telling": ["algo=tests/kernels/unrolls_on_a_gpu.py:Telling", "env=cartpole"],
 }
 
 
 def printed(runs, *arguments):
-    ended = lowered.run("tests.unrolls_on_a_gpu", json.dumps(runs), *arguments)
+    ended = lowered.run("tests.kernels.unrolls_on_a_gpu", json.dumps(runs), *arguments)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 

@@ -51,7 +51,7 @@ def test_the_vector_instructions_that_are_found_are_those_that_inductor_finds_by
 from torch._inductor import cpu_vec_isa
 print([(str(isa), isa.build_arch_flags()) for isa in cpu_vec_isa.valid_vec_isa_list()], cpu_vec_isa.pick_vec_isa())
 """
-    quickly = "from torchpod import gxx; gxx.know_processor()"
+    quickly = "from torchpod.kernels import gxx; gxx.know_processor()"
     found, built = (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
         for script in (quickly + tell, tell)

@@ -477,7 +477,9 @@ class TestUserEnvironment:
 
     def test_a_run_with_an_object_is_evaluated_with_one_more(self, tmp_path: Path):
         run = tp.train(env=MyEnv(), overrides=[*SMALL, "total_env_steps=256", f"run_dir={tmp_path / 'run'}"])
-        with pytest.raises(ConfigError, match=r"hand it over again, in Python: .* or torchpod.eval_run\(RUN"):
+        with pytest.raises(
+            ConfigError, match=r"over again, in Python: .* or torchpod\.commands\.eval_run\.eval_run\(RUN"
+        ):
             eval_run(run.dir, episodes=2)
         told = json.loads(eval_run(run.dir, episodes=2, env=MyEnv()))
         assert told["mean"] == run.summary["eval_return"]["mean"]

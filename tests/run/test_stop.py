@@ -1,4 +1,4 @@
-"""Signals beside the calls of a run; tests/run/test_run.py and tests/distributed/test_ranks.py have whole runs."""
+"""Signals beside the calls of a run; tests/run/test_execute.py and tests/distributed/test_ranks.py have whole runs."""
 
 import contextlib
 import multiprocessing

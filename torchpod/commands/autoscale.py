@@ -16,12 +16,12 @@ import torch
 import yaml
 
 from torchpod.arguments import Parser
-from torchpod.cgroups import available_bytes
 from torchpod.commands.knobs import GAIN, NAMES, Row, Search, Setting
 from torchpod.commands.probe import CPU_SHARE, Answer, measure
 from torchpod.config import ConfigError, TrainConfig, load
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
-from torchpod.hints import gigabytes
+from torchpod.hints import human_bytes
+from torchpod.host_memory import available_bytes
 from torchpod.kernels.gxx import cores
 from torchpod.machine import hardware
 from torchpod.run.folder import write_text
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         before=table.before,
         after=table.after,
     )
-    amount = f"{limit / 1e9:.2f} GB" if limit else "nine tenths of the free memory"
+    amount = human_bytes(limit) if limit else "nine tenths of the free memory"
     print(f"{config.experiment}: {options.seconds:g} s per probe after compilation, up to {amount} of {config.device}")
     try:
         best = search.run(start)
@@ -125,7 +125,7 @@ def _limit(config: TrainConfig, given_gb: float | None) -> int | None:
         ) from error
     if given_gb is not None:
         if free is not None and given_gb * 1e9 > free:
-            raise ConfigError(f"--memory {given_gb:g}: only {free / 1e9:.2f} GB are free; use less.")
+            raise ConfigError(f"--memory {given_gb:g}: only {human_bytes(free)} are free; use less.")
         return int(given_gb * 1e9)
     return None if free is None else int(CPU_SHARE * free)
 
@@ -231,7 +231,7 @@ class _Table:
         if row.setting.num_minibatches is not None:
             rows = row.answer.minibatch_rows if row.answer else 0
             print(f"{format(rows, ',') if rows else '':>12}", end="")
-        predicted = f"{'' if row.predicted_bytes is None else gigabytes(row.predicted_bytes):>12}"
+        predicted = f"{'' if row.predicted_bytes is None else human_bytes(row.predicted_bytes):>12}"
         if row.answer is None:
             print(f"{'':>12}{predicted}  not started")
         elif row.fits:
@@ -239,11 +239,11 @@ class _Table:
             compiled = f"{answer.compile_s:.1f} s"
             share = f"  with {answer.cpu_share:.0%} of a core" if answer.cpu_share < _QUIET else ""
             print(
-                f"{gigabytes(answer.memory_bytes):>12}{predicted}{compiled:>12}{answer.env_steps_per_s:>14,.0f}{share}"
+                f"{human_bytes(answer.memory_bytes):>12}{predicted}{compiled:>12}{answer.env_steps_per_s:>14,.0f}{share}"
             )
         else:
             why = row.answer.why if row.answer.verdict == "refused" else f"out of memory: {row.answer.why}"
-            memory = gigabytes(row.answer.memory_bytes) if row.answer.memory_bytes else ""
+            memory = human_bytes(row.answer.memory_bytes) if row.answer.memory_bytes else ""
             print(f"{memory:>12}{predicted}  {why}")
         sys.stdout.flush()
 

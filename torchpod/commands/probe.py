@@ -7,7 +7,6 @@ one builds the loop that `torchpod train` would build, and runs it for some seco
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import torch
 
 from torchpod.config import TrainConfig, load
 from torchpod.distributed import init
+from torchpod.host_memory import children, private_bytes, status_bytes
 from torchpod.makers import make_agent, make_env
 from torchpod.run.loops import make_loop, reports
 from torchpod.watched import HostError, close_all, sentence
@@ -104,34 +104,6 @@ def measure(overrides: Sequence[str], *, seconds: float, limit: int | None, on_c
     raise ProbeError(f"a probe ended {end}: {told[-1] if told else 'it said nothing'}")
 
 
-# --- Memory of the host, on Linux -------------------------------------------------------------------------------------
-
-
-def private_bytes(pid: int) -> int:
-    """What a process and its descendants hold for themselves: memory, not mapped files. 0 if it is gone."""
-    return status_bytes(pid, "RssAnon", "RssShmem") + sum(map(private_bytes, _children(pid)))
-
-
-def status_bytes(pid: int, *names: str) -> int:
-    """The sum of these lines of /proc/PID/status, in bytes; 0 of a process that has ended.
-
-    The peak `VmHWM` is that of the program. `getrusage` begins with the peak of the process that started it.
-    """
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    return sum(int(kib) for name in names for kib in re.findall(rf"^{name}:\s*(\d+)", text, re.MULTILINE)) * 1024
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            found += map(int, path.read_text().split())
-    return found
-
-
 # --- The process of the probe -----------------------------------------------------------------------------------------
 
 
@@ -199,7 +171,7 @@ def _probe(config: TrainConfig, seconds: float, limit: int | None) -> Answer:
 def _most_held() -> int:
     """The most that this process has held for itself so far, and what its workers hold now."""
     own = os.getpid()
-    return status_bytes(own, "VmHWM") - status_bytes(own, "RssFile") + sum(map(private_bytes, _children(own)))
+    return status_bytes(own, "VmHWM") - status_bytes(own, "RssFile") + sum(map(private_bytes, children(own)))
 
 
 def _told(error: Exception) -> dict[str, Any]:

@@ -322,7 +322,7 @@ _MODULES: tuple[Any, ...] = tuple(
 def _told_that_it_is_traced() -> Iterator[None]:
     """While a program is traced, TorchRL is told so: it then leaves out branches that depend on data.
 
-    It asks Dynamo, which does not trace our programs (inductor.py).
+    It asks Dynamo, which does not trace our programs (kernels/inductor.py).
     """
     if not torch.compiler.is_compiling():
         yield

@@ -1,6 +1,6 @@
 """Who is nearest to whom, among many on a plane, the same to the bit on every device and by every compiler.
 
-A compiled program for a CPU calls one operator (cpu_nearest.cpp), which keeps the nearest in a cache.
+A compiled program for a CPU calls one operator (kernels/cpu_nearest.cpp), which keeps the nearest in a cache.
 """
 
 import functools

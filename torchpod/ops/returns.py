@@ -3,7 +3,7 @@
 `y_t = x_t + decay_t * y_{t+1}` is associative, so it is solved by doubling (Hillis and Steele 1986): T log T work in
 log2(T) passes over the data instead of T dependent steps. Compiles in a second for any T, vmaps and differentiates.
 A compiled program for a CPU, where nothing is differentiated, calls one operator instead, which takes T steps
-(cpu_scan.cpp): of PPO's 18 s to compile on one core of an AMD EPYC, the log2(T) passes were 2.4.
+(kernels/cpu_scan.cpp): of PPO's 18 s to compile on one core of an AMD EPYC, the log2(T) passes were 2.4.
 """
 
 from typing import Any

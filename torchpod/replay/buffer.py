@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.bounds import bounded
-from torchpod.hints import gigabytes
+from torchpod.hints import human_bytes
 from torchpod.replay import frames, memory, sum_tree
 from torchpod.trees import reader
 from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory, Tree
@@ -379,8 +379,8 @@ class ReplayBuffer:
                 others = "" if there else f"algo.replay.{elsewhere}, or "
                 advice = f"use {others}fewer num_envs, or a shorter algo.unroll_length"
             raise ValueError(
-                f"algo.replay.capacity={self.config.capacity} takes {gigabytes(needed)}, {per_step:,.0f} bytes "
-                f"per step, and {where} has {gigabytes(free)} left; {advice}."
+                f"algo.replay.capacity={self.config.capacity} takes {human_bytes(needed)}, {per_step:,.0f} bytes "
+                f"per step, and {where} has {human_bytes(free)} left; {advice}."
             )
 
     def _allocate(self, given: dict[str, Tree]) -> dict[str, Tree]:

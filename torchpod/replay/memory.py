@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpod.cgroups import available_bytes
-from torchpod.hints import gigabytes
+from torchpod.hints import human_bytes
+from torchpod.host_memory import available_bytes
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool, folder: str | None) -> Tensor:
@@ -84,8 +84,8 @@ def _seen_by_gpu(memory: Tensor, device: torch.device) -> Tensor:
         failed = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         if failed:
             raise ValueError(
-                f"algo.replay.host=true: CUDA cannot pin {gigabytes(num_bytes)} of the host's memory (error {failed}); "
-                "lower algo.replay.capacity, or raise the limit of locked memory (ulimit -l)."
+                f"algo.replay.host=true: CUDA cannot pin {human_bytes(num_bytes)} of the host's memory (error "
+                f"{failed}); lower algo.replay.capacity, or raise the limit of locked memory (ulimit -l)."
             )
     seen = _Bytes(memory)
     weakref.finalize(seen, _release, memory.data_ptr())

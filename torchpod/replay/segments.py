@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod.checkpoint import CheckpointError, all_of, manifest_of, write_tensors, writing
-from torchpod.hints import gigabytes
+from torchpod.hints import human_bytes
 from torchpod.replay.buffer import ReplayBuffer
 from torchpod.replay.memory import free_bytes
 from torchpod.types import LAST, Tree
@@ -78,8 +78,8 @@ class Segments:
         free, _ = free_bytes(torch.device("cpu"), host=False, folder=str(self._run_dir))  # this rank's share
         if most - there > free:
             warnings.warn(
-                f"{self._folder} will hold at least {gigabytes(most)} of replay, {gigabytes(there)} are there, "
-                f"and the disk has {gigabytes(free)} left for it; free some space, or stop and lower "
+                f"{self._folder} will hold at least {human_bytes(most)} of replay, {human_bytes(there)} are there, "
+                f"and the disk has {human_bytes(free)} left for it; free some space, or stop and lower "
                 "algo.replay.capacity or choose another folder with run_dir=DIR, for a checkpoint that finds no room "
                 "ends the run.",
                 stacklevel=2,

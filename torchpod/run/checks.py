@@ -25,8 +25,8 @@ def check_object(env: Env, config: TrainConfig) -> None:
             f"{named[0]} is a setting of an environment that a run makes, and env={kind} is made already; make it as "
             "it is to be, with what torchpod.envs.transforms has around it."
         )
-    if found := adapter_of(env):
-        base, adapter = found
+    base, adapter = adapter_of(env) or ("", "")
+    if adapter and base != "pettingzoo.AECEnv":  # which nothing adapts
         raise ConfigError(
             f"env={kind} is one {base}, and a run needs many: hand over torchpod.envs.{adapter}({kind}) "
             'with loop="sebulba".'

@@ -67,7 +67,7 @@ class _Job:
     device: torch.device
 
 
-class _Start(NamedTuple):
+class _Beginning(NamedTuple):
     """Where the training begins."""
 
     state: RunState
@@ -139,7 +139,9 @@ def _execute(job: _Job, env: Env | None, make: Callable[[], Agent] | None, until
         return _go_on(job, env, loop, start, keeper, until, beginning.close)
 
 
-def _begin(job: _Job, env: Env | None, make: Callable[[], Agent] | None) -> tuple[Env, Anakin | Sebulba, _Start | Run]:
+def _begin(
+    job: _Job, env: Env | None, make: Callable[[], Agent] | None
+) -> tuple[Env, Anakin | Sebulba, _Beginning | Run]:
     """The environment of a run, its program, and where it starts; or a run that is finished already."""
     config, device = job.config, job.device
     if env is None:
@@ -165,10 +167,11 @@ def _begin(job: _Job, env: Env | None, make: Callable[[], Agent] | None) -> tupl
         raise
 
 
-def _start(job: _Job, loop: Anakin | Sebulba) -> _Start | Run:
+def _start(job: _Job, loop: Anakin | Sebulba) -> _Beginning | Run:
+    """The first state, or that of the newest checkpoint; or a run that is finished already."""
     config, source, ranks = job.config, job.source, job.ranks
     if source is None:
-        return _Start(apply_members(loop.init(config.seed), config), 0, 0.0)
+        return _Beginning(apply_members(loop.init(config.seed), config), 0, 0.0)
     folder = checkpoint.latest(source)
     if isinstance(loop, Sebulba):
         first = loop.init(config.seed, checkpoint.read_meta(folder)["iteration"])
@@ -190,7 +193,7 @@ def _start(job: _Job, loop: Anakin | Sebulba) -> _Start | Run:
         state = loop.resume(state, first)
         if not loop.restartable and ranks.rank == 0:
             print(f"{config.env['name']} is in no checkpoint: its environments begin new episodes.")
-    return _Start(state, iteration, meta["wall_s"])
+    return _Beginning(state, iteration, meta["wall_s"])
 
 
 def _segments(loop: Anakin | Sebulba, run_dir: Path, source: Path | None, iteration: int) -> Segments | None:
@@ -214,7 +217,7 @@ def _go_on(
     job: _Job,
     env: Env,
     loop: Anakin | Sebulba,
-    start: _Start,
+    start: _Beginning,
     keeper: Keeper,
     until: int | None,
     ready: Callable[[], None],

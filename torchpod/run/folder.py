@@ -1,4 +1,4 @@
-"""A run folder: which one a run resumes or creates, and that it is all this run's."""
+"""A run folder: which one a run resumes or creates, and that no other process writes to it."""
 
 import contextlib
 import datetime

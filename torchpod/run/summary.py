@@ -1,5 +1,6 @@
 """What summary.json says of a run: returns of its evaluation, speed, machine and versions."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,19 @@ from torchpod.config import TrainConfig
 from torchpod.distributed import Ranks
 from torchpod.evaluate import Evaluation
 from torchpod.machine import commit, hardware, versions
-from torchpod.run.training import Timing
 from torchpod.watched import HostError
+
+
+@dataclass
+class Timing:
+    """How long the training took."""
+
+    wall_s: float
+    """Of training, without compilation, resumed parts included."""
+    compile_s: float = 0.0
+    steps: int = 0
+    seconds: float = 0.0
+    """Transitions and seconds of this process's calls: their quotient is the throughput."""
 
 
 def summarise(

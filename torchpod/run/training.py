@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torchpod.run.keeper import Keeper
 from torchpod.run.loops import reports
 from torchpod.run.progress import UnreadError
 from torchpod.run.stop import Interrupted, OverdueError, StopFlag
+from torchpod.run.summary import Timing
 from torchpod.sebulba import Sebulba
 from torchpod.types import Tree
 from torchpod.watched import sentence
@@ -29,18 +29,6 @@ class LearnerError(RuntimeError):
 
 class NonFiniteErrorInRun(FloatingPointError):
     """A gradient was not finite; the message names the folder with the trajectory."""
-
-
-@dataclass
-class Timing:
-    """How long the training took."""
-
-    wall_s: float
-    """Of training, without compilation, resumed parts included."""
-    compile_s: float = 0.0
-    steps: int = 0
-    seconds: float = 0.0
-    """Transitions and seconds of this process's calls: their quotient is the throughput."""
 
 
 class Training:
@@ -68,7 +56,7 @@ class Training:
         logger: Logger | None,
     ) -> None:
         self.state, self.timing = state, Timing(wall_s)
-        self._config, self._loop, self._ranks = config, loop, loop.ranks
+        self._config, self._loop = config, loop
         self._keeper, self._judge, self._logger = keeper, judge, logger
         self._env_steps = int(state.env_steps.sum())
         self._evaluating = False
@@ -80,7 +68,7 @@ class Training:
           NonFiniteErrorInRun, LearnerError, Interrupted, ...: see `execute`.
         """
         with (
-            StopFlag(self._ranks, self._loop.device, self._given_up) as stop,
+            StopFlag(self._loop.ranks, self._loop.device, self._given_up) as stop,
             contextlib.closing(reports(self._config, self._loop, self.state, until=until)) as calls,
         ):
             try:
@@ -105,16 +93,16 @@ class Training:
         for report, program in self._reported(calls):
             stop.pause()
             self.state = program.state
-            self._log(report)
             if report.failure is not None:
                 keeper.dump(report.failure)
+            self._log(report)
             stopping, saving = stop.agree(report.iteration >= loop.num_iterations or keeper.due())
             if stopping or saving:
                 keeper.save(self.state, self.timing.wall_s)
             if stopping:
                 break
             stop.watch()
-            self._evaluate(*([program.failure] if isinstance(loop, Sebulba) else []))
+            self._evaluate(program.failure) if isinstance(loop, Sebulba) else self._evaluate()
         # Asked again: a signal may have come while the last checkpoint was written.
         if stopping or stop.agree(False)[0]:
             raise Interrupted(f"stopped at iteration {keeper.saved_at}; go on with resume={keeper.run_dir}")
@@ -160,10 +148,10 @@ class Training:
         return self._keeper.rescue(self.state, self.timing.wall_s) if self.timing.steps else ""
 
     def _given_up(self) -> str:
-        saved_at, run_dir = self._keeper.saved_at, self._keeper.run_dir
+        saved_at, run_dir, alone = self._keeper.saved_at, self._keeper.run_dir, self._loop.ranks.world_size == 1
         if saved_at is None:
             return "stopped without a checkpoint"
-        which = "in the middle of the next" if self._ranks.world_size == 1 else "the last that all ranks have saved"
+        which = "in the middle of the next" if alone else "the last that all ranks have saved"
         return f"stopped at iteration {saved_at}, {which}; go on with resume={run_dir}"
 
     def _learner_error(self, error: Exception) -> LearnerError:

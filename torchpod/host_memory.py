@@ -1,4 +1,4 @@
-"""How much memory this process may still have: the machine has less for it if it is in a container."""
+"""Memory of the host, on Linux: what this process may still have, in a container too, and what processes hold."""
 
 import contextlib
 import math
@@ -42,3 +42,29 @@ def _left_in(cgroup: Path) -> float:
             dropped = re.findall(rf"^{cache} (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)
             return free + sum(map(int, dropped))
     return math.inf
+
+
+def private_bytes(pid: int) -> int:
+    """What a process and its descendants hold for themselves: memory, not mapped files. 0 if it is gone."""
+    return status_bytes(pid, "RssAnon", "RssShmem") + sum(map(private_bytes, children(pid)))
+
+
+def status_bytes(pid: int, *names: str) -> int:
+    """The sum of these lines of /proc/PID/status, in bytes; 0 of a process that has ended.
+
+    The peak `VmHWM` is that of the program. `getrusage` begins with the peak of the process that started it.
+    """
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return sum(int(kib) for name in names for kib in re.findall(rf"^{name}:\s*(\d+)", text, re.MULTILINE)) * 1024
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that are still there."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, path.read_text().split())
+    return found
