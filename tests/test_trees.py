@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.trees import outline, paths, reader, writer
+from torchpod.trees import contiguous, outline, paths, reader, writer
 
 
 class Point(NamedTuple):
@@ -50,7 +50,18 @@ def test_outlines_are_lengths_and_constants():
     x = torch.zeros(2)
     point = Point(x, {"a": x, "b": [x, (), None]})
     of = outline((point, 3, [x]))
-    assert of((point, 3, [x])) == (3, 2, 3, 0, None, 3, 1)
+    assert of((point, 3, [x])) == (3, 2, 3, 0, type(None), None, int, 3, 1)
+    assert of((point, 3.0, [x])) != of((point, 3, [x]))
     assert of((Point(x + 1, point.rest), 3, [x - 1])) == of((point, 3, [x]))
     more = point._replace(rest={**point.rest, "c": x})
     assert of((point, 3, [x])) not in {of((point, 3, [x, x])), of((point, 4, [x])), of((more, 3, [x]))}
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (4, 3), (1, 1, 2), (0, 3), (2, 0, 3)])
+def test_contiguous_means_the_strides_of_what_was_just_made(shape):
+    made = torch.zeros(*shape, 5)
+    for x in (made[..., 0], made.transpose(0, 1), made.expand(2, *made.shape)[:1], made):
+        assert contiguous(x).stride() == torch.zeros(x.shape).stride()
+        assert torch.equal(contiguous({"x": (x,)})["x"][0], x)
+    member = torch.vmap(lambda x: contiguous(x[..., 0]))(torch.arange(12.0).view(2, 1, 6))
+    assert member.tolist() == [[0.0], [6.0]]

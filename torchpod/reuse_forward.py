@@ -4,8 +4,8 @@ Hessel et al. 2021 (https://arxiv.org/abs/2104.06272) name it as something that 
 the networks on every observation of the trajectory, and an update with the same parameters computes them again to
 differentiate them. Here each step of the rollout keeps what its derivative needs (kernels/vjp.py); the update takes the
 derivative of the loss with respect to what the networks said, and pulls that back, step by step from the last to the
-first. It saves the forward pass of the update, and compiles in the same time for every T, also for recurrent agents; it takes
-the memory of T steps' activations.
+first. It saves the forward pass of the update, and compiles in the same time for every T, also for recurrent agents; it
+takes the memory of T steps' activations.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Trees of tensors, taken apart and put together by generated code: 2 us for 20 tensors, where pytree takes 40."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def reader(example: Any) -> Callable[[Any], tuple[Tensor, ...]]:
 
 
 def outline(example: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Of any tree that `reader(example)` reads: the lengths of its containers, and its constants."""
+    """Of any tree that `reader(example)` reads: the lengths of its containers, and its constants with their types."""
     return _code(f"lambda tree: ({''.join(f'{part}, ' for part in _outline(example, 'tree'))})")
 
 
@@ -44,8 +45,19 @@ def stack(trees: Iterable[Any]) -> Any:
 def contiguous(tree: Any) -> Any:
     """Tensors whose strides do not change from one step to the next, as those of views of a state may."""
     if isinstance(tree, Tensor):  # for which pytree takes as long as an operation does
-        return tree.contiguous()
-    return pytree.tree_map_only(Tensor, lambda x: x.contiguous(), tree)
+        return _contiguous(tree)
+    return pytree.tree_map_only(Tensor, _contiguous, tree)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """Torch leaves strides of axes of size 1 as they are, `(3,)` of `zeros(1, 3)[:, 0]`: here it is `(1,)`."""
+    return x if x.stride() == _dense(x.shape) else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of what lies row by row in memory."""
+    return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
 @functools.cache
@@ -63,7 +75,7 @@ def _outline(tree: Any, path: str) -> list[str]:
     elif isinstance(tree, (list, tuple)):
         children = [(value, f"{path}[{i}]") for i, value in enumerate(tree)]
     else:
-        return [path]
+        return [f"{path}.__class__", path]  # 2 == 2.0 == True
     return [f"len({path})", *(part for value, at in children for part in _outline(value, at))]
 
 

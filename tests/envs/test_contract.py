@@ -1,8 +1,11 @@
 """Every tensor environment under the public conformance test: eager, vmapped, and compiled once."""
 
 import pytest
+import torch
 
 from tests.marks import with_slow
+from torchpod import random
+from torchpod.compile import Compiler
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import MAKERS
 from torchpod.envs.transforms import (
@@ -14,6 +17,7 @@ from torchpod.envs.transforms import (
     time_limit,
 )
 from torchpod.testing import check_env
+from torchpod.trees import contiguous
 
 TENSOR = [name for name, maker in MAKERS.items() if isinstance(maker, type) and issubclass(maker, TensorEnv)]
 
@@ -55,3 +59,17 @@ def test_environment_keeps_the_contract_in_every_transform(name):
 @pytest.mark.parametrize("name", TENSOR)
 def test_environment_keeps_the_contract_in_a_compiled_chain_of_transforms(name):
     check_env(chain(MAKERS[name]()), num_steps=30, num_envs=4)
+
+
+@pytest.mark.parametrize("name", ["deep_sea", "bernoulli_bandit"])
+def test_one_environment_alone_is_compiled_once(name):
+    """Columns of one row have other strides as they are drawn than as a program returns them."""
+    env, keys = MAKERS[name](), random.split(random.key(0), 1)
+
+    def step(state, action, keys):
+        return contiguous(env.step(state, action, keys))
+
+    compiled, (state, timestep) = Compiler(True)(step), contiguous(env.init(keys))
+    for _ in range(3):
+        state, timestep = compiled(state, torch.zeros(1, dtype=torch.int64), keys)
+    assert timestep.reward.shape == (1,)

@@ -107,3 +107,7 @@ def test_libraries_lie_among_programs_where_there_is_no_cache(monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert gxx._library_folder() == Path(cache_dir())
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # nor a home
+    assert gxx._library_folder() == Path(cache_dir())

@@ -1,6 +1,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -145,6 +146,19 @@ def test_another_constant_or_another_tensor_in_the_arguments_is_another_signatur
     summed = Compiler(True, max_compilations=2)(lambda tree: sum(tree.values()))
     for tree in ({"a": x}, {"a": x, "b": 2 * x}, {"a": x}):
         assert torch.equal(summed(tree), x * (1 if len(tree) == 1 else 3))
+
+
+def test_a_constant_of_another_type_is_another_signature():
+    scaled, x = Compiler(True, max_compilations=2)(lambda x, n: x * n), torch.arange(3)
+    assert scaled(x, 2).dtype == torch.int64 and scaled(x, 2.0).dtype == torch.float32
+    with pytest.raises(inductor.RecompilationError):
+        scaled(x, np.ones(3))
+
+
+def test_what_is_drawn_from_a_table_is_drawn_in_every_call():
+    shares = torch.full((1000,), 0.5)
+    draw = Compiler(True)(lambda x: x + torch.multinomial(shares, 8, replacement=True))
+    assert len({tuple(draw(torch.zeros(8, dtype=torch.int64)).tolist()) for _ in range(3)}) == 3
 
 
 def test_programs_ahead_are_compiled_by_other_threads(monkeypatch):

@@ -229,6 +229,19 @@ def test_what_is_not_recognised_is_computed_all_the_same(net, forward, backward,
     require_close_to_float64(output_of(net), params, x)
 
 
+@pytest.mark.parametrize("population", [1, 2])
+def test_a_number_for_each_row_is_no_bias(population, generator):
+    """As many rows as outputs: their shapes are the same."""
+
+    def fn(x, first, second, offset):
+        return offset.reshape(-1, 1) + torch.tanh(x @ first.T) @ second.T
+
+    lead = () if population == 1 else (population,)
+    args = [torch.randn(*lead, *shape, generator=generator) for shape in ((16, 4), (16, 4), (16, 16), (16,))]
+    expected = (fn if population == 1 else torch.vmap(fn))(*args)
+    torch.testing.assert_close(Compiler(True, population)(fn)(*args), expected, rtol=1e-4, atol=1e-4)
+
+
 class Convolution(nn.Module):
     """Whose features come in the layout that the convolution likes."""
 

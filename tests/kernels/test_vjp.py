@@ -90,3 +90,11 @@ def test_other_shapes_are_refused(seed):
     vjp(primals, x, count)
     with pytest.raises(RecompilationError, match="recurrent was compiled for 1 input signature"):
         vjp(primals | {"state": primals["state"][:2]}, x[:2], count[:2])
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_an_output_may_lie_in_memory_the_other_way_round(enabled, seed):
+    args = tuple(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed + i)) for i in range(2))
+    cotangent = torch.randn(4, 6)
+    *_, pull_back = Compiler(enabled).vjp(lambda p, x: ((p * x).t(), ()))(*args)
+    require_close(pull_back(cotangent), cotangent.t() * args[1])

@@ -126,3 +126,14 @@ def test_vectors_of_any_width_find_the_same(capability, flags, seed):
     told = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run(command, env=told, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_whose_place_is_unknown_is_nobodys_neighbour(seed):
+    x, y, alive = scattered(seed, 40)
+    x = x.float()
+    x[0, 3] = torch.nan
+    y = y.float()
+    for actual, expected in zip(
+        Compiler(True)(lambda *a: nearest(*a, 7))(x, y, alive), _searched(x, y, alive, 7), strict=True
+    ):
+        assert torch.equal(actual, expected)

@@ -22,6 +22,7 @@ from tests.zygote import Zygote, wait_until
 from torchpod import checkpoint, metrics
 from torchpod import random as keys
 from torchpod.anakin import EVAL_STREAM
+from torchpod.checkpoint import CheckpointError
 from torchpod.commands.eval_run import eval_run
 from torchpod.compile import Compiler
 from torchpod.config import ConfigError, load
@@ -540,6 +541,32 @@ class TestPopulation:
             assert a == b
             assert state(alone).keys() == state(member).keys()
             assert all(torch.equal(x, state(member)[name]) for name, x in state(alone).items())
+
+    @pytest.mark.parametrize("prioritised", [False, True])
+    def test_a_member_with_replay_goes_on_with_its_own(self, prioritised, tmp_path: Path):
+        own = ["algo=dqn", "env=cartpole", "compile=false", "logger.console=false", "evaluation.episodes=2"]
+        own += ["num_envs=8", "algo.unroll_length=4", "algo.learner.num_minibatches=2", "checkpoint.interval_s=0.01"]
+        own += ["algo.replay.capacity=2000", "algo.replay.min_size=200", "algo.replay.batch_size=32"]
+        own += [f"algo.replay.prioritised={prioritised}", "algo.learner.anneal_learning_rate=false", "seed=5"]
+        own += ["algo.agent.exploration_fraction=0", *(["algo.replay.beta=1"] if prioritised else [])]  # no schedules
+        execute(load([*own, "population=2", "total_env_steps=3200", f"run_dir={tmp_path}/p"]))
+        for p in range(2):
+            execute(load([f"resume={tmp_path}/p/members/{p}", "total_env_steps=4800"]))
+            execute(load([*own, f"seed={5 + p}", "total_env_steps=4800", f"run_dir={tmp_path}/alone{p}"]))
+            alone, member = state(tmp_path / f"alone{p}"), state(tmp_path / "p" / "members" / str(p))
+            assert alone.keys() == member.keys()
+            assert [name for name, x in alone.items() if not torch.equal(x, member[name])] == []
+
+    def test_a_checkpoint_without_its_replay_cannot_go_on(self, tmp_path: Path):
+        own = ["algo=dqn", "env=cartpole", "compile=false", "logger.console=false", "evaluation.episodes=2"]
+        own += ["num_envs=8", "algo.unroll_length=4", "algo.replay.capacity=2000", "algo.replay.min_size=200"]
+        execute(load([*own, "total_env_steps=800", f"run_dir={tmp_path}/a"]))
+        folder = checkpoint.latest(tmp_path / "a")
+        meta = json.loads((folder / "meta.json").read_text())
+        del meta["files"]["replay-0.json"]
+        (folder / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(CheckpointError, match=r"lists no replay from iteration 0 on, .*; torchpod eval takes it\."):
+            execute(load([f"resume={tmp_path}/a", "total_env_steps=1600"]))
 
     def test_the_folder_of_all_is_evaluated_member_by_member_and_goes_on(self, tmp_path: Path):
         run(tmp_path / "p", *self.SETTINGS, f"total_env_steps={2 * ITERATION}")

@@ -60,7 +60,7 @@ def _mm(rows: int, inner: int, cols: int) -> Callable[..., Tensor]:
       losses, is vectorised over the rows.
     - `[2048, 2] @ [2, 64]`, back through that head: 20, and nothing when it is fused into the derivative of tanh.
     """
-    if inner <= 4 and rows >= 16:
+    if 0 < inner <= 4 and rows >= 16:
         return _outer_products
     return _transposed_mm if cols <= 8 and rows >= 16 else torch.mm
 
@@ -94,8 +94,9 @@ class CpuKernels(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Part of inductor's cache key, which knows our operators by name alone, and not what quicker.py generates."""
-        names = ("mlp.py", "cpu_mlp.cpp", "gpu_mlp.py", "quicker.py")
-        return get_hash_for_files((__file__, *(str(Path(__file__).with_name(name)) for name in names)))
+        own = ("mlp.py", "cpu_mlp.cpp", "gpu_mlp.py", "quicker.py")
+        names = *(f"kernels/{name}" for name in own), "random.py", "ops/neighbors.py", "ops/returns.py"
+        return get_hash_for_files((__file__, *(str(Path(__file__).parents[1] / name) for name in names)))
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Rewrites the graph in place."""

@@ -59,7 +59,7 @@ inline bool any(Ints mask) {
 // Clamped, as it is there, where a square is infinite.
 inline Floats square(Floats x) {
   const Floats y = x * x;
-  return y < FLT_MAX ? y : Floats{} + FLT_MAX;
+  return y > FLT_MAX ? Floats{} + FLT_MAX : y;  // not of NaN
 }
 
 struct Scratch {  // of one thread

@@ -70,12 +70,12 @@ def built(source: Path, *flags: str) -> Path:
 def _library_folder() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchpod"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchpod"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where there is no home
         return Path(cache_dir())
 
 

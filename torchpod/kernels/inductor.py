@@ -206,7 +206,7 @@ class Signature:
         try:
             leaves = self._leaves(args)
             return list(leaves) if self._guards.check(*leaves) and self._outline(args) == self._outlined else None
-        except (AttributeError, IndexError, KeyError, TypeError):  # another tree
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # another tree, or arrays compared
             return None
 
     def mismatch(self, args: tuple[Any, ...]) -> str:
@@ -422,6 +422,8 @@ def _fold_constants(graph: torch.fx.GraphModule) -> None:
     for node in list(nodes.nodes):
         inputs = node.all_input_nodes
         if node.op != "call_function" or not all(x in known for x in inputs) or not (inputs or node.target in _ROOTS):
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):  # drawn anew in every call
             continue
         args, kwargs = pytree.tree_map_only(torch.fx.Node, known.__getitem__, (node.args, node.kwargs))
         value = cast(Any, node.target)(*args, **kwargs)

@@ -267,6 +267,8 @@ def _layer(node: Node) -> _Layer | None:
         factors = _product(product)
         if factors is None or not isinstance(bias, Node) or bias.target is not aten.view.default:
             return None
+        if _value(bias).ndim != 3 or _value(bias).shape[1] != 1:  # a number for each row
+            return None
         (x, weight), bias = factors, bias.args[0]
     else:
         return None

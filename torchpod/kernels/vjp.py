@@ -85,7 +85,9 @@ class _VjpProgram(Signature):
     def __init__(self, fn: Callable[..., Any], joint: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(args)
         with torch.no_grad():
-            cotangents = pytree.tree_map(torch.zeros_like, fn(*args)[0])
+            cotangents = pytree.tree_map(
+                lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), fn(*args)[0]
+            )  # as `pull_back` hands them over
         graph, fakes, (result, gradients), mode = trace(joint, (args, cotangents))
         simplify(graph)
         self._write_result, self._write_gradients = writer(result), writer(gradients)

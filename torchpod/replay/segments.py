@@ -34,10 +34,19 @@ class Segments:
       run_dir: the run folder.
       rank: of this process.
       num_iterations: of the run, if it may end before the ring is full.
+      member: whose part is saved, as that of a run of its own; None: all of it.
     """
 
-    def __init__(self, buffer: ReplayBuffer, run_dir: Path, rank: int, num_iterations: int | None = None) -> None:
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        run_dir: Path,
+        rank: int,
+        num_iterations: int | None = None,
+        member: int | None = None,
+    ) -> None:
         self._buffer, self._run_dir, self._rank, self._num_iterations = buffer, run_dir, rank, num_iterations
+        self._member = member
         self._has_looked = False
         self._folder = run_dir / "replay" / str(rank)
         self._digests: dict[str, str] = {}
@@ -45,9 +54,8 @@ class Segments:
 
     def save(self, iteration: int) -> bytes:
         """Writes what was stored before an iteration and is in no file yet. Returns what the checkpoint keeps."""
-        window = self._buffer.window // self._buffer.unroll_length + self._buffer.history
-        oldest = max(0, iteration - window)
-        per_iteration = self._buffer.nbytes // self._buffer.num_unrolls
+        window, oldest = self._window, self._oldest(iteration)
+        per_iteration = sum(x.numel() * x.element_size() for x in self._slice(0, 1).values())
         piece = max(1, min(window // _PIECES, _MOST_BYTES // max(1, per_iteration)))
         if not self._has_looked:
             self._has_looked = True
@@ -68,6 +76,15 @@ class Segments:
         self._saved = iteration
         self._digests = {name: digest for name, digest in self._digests.items() if _range(name)[1] > oldest}
         return json.dumps(self._digests, indent=1).encode()
+
+    @property
+    def _window(self) -> int:
+        """Iterations that a buffer needs."""
+        return self._buffer.window // self._buffer.unroll_length + self._buffer.history
+
+    def _oldest(self, iteration: int) -> int:
+        """The first iteration that a buffer needs before this one."""
+        return max(0, iteration - self._window)
 
     def _look_for_room(self, most: int) -> None:
         """Warns at the first checkpoint if the disk has no room for so many bytes, with the files that there are.
@@ -110,6 +127,14 @@ class Segments:
         """
         self._digests = json.loads(manifest_of(checkpoint, self._rank))
         self._saved = max(0, iteration - broken)  # what is changed below is written again
+        covered = self._oldest(iteration)
+        for begin, end in sorted(map(_range, self._digests)):
+            covered = max(covered, end) if begin <= covered else covered
+        if covered < iteration:
+            raise CheckpointError(
+                f"the checkpoint {checkpoint} lists no replay from iteration {covered} on, so that it cannot go on; "
+                "torchpod eval takes it."
+            )
         for name, digest in self._digests.items():
             if not (self._folder / name).is_file() or _digest(self._folder / name) != digest:
                 raise CheckpointError(
@@ -146,10 +171,11 @@ class Segments:
 
     def _slice(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         flat = {pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(self._buffer.storage)[0]}
-        return {
+        parts = {
             name: torch.cat([part.cpu() for part in self._runs(x, begin, end)], self._buffer.axis)
             for name, x in flat.items()
         }
+        return parts if self._member is None else {name: x[self._member].clone() for name, x in parts.items()}
 
     def _runs(self, x: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
         """Where the iterations `begin ... end - 1` lie: one piece of memory, or two around the end of the ring."""

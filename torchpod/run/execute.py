@@ -228,6 +228,8 @@ def _go_on(
     with opened as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
+            if config.logger.console:
+                print(f"run folder {run_dir}", flush=True)
         judge = Judge(
             config,
             run_dir,
@@ -241,12 +243,12 @@ def _go_on(
         ready()
         training.run(until)
     variables = loop.learner.acting(training.state.learner, training.state.iteration)
-    summary = _conclude(job, loop.agent, variables, training, judge, run_dir) if ranks.rank == 0 else {}
+    summary = _conclude(job, loop, variables, training, judge, run_dir) if ranks.rank == 0 else {}
     return Run(run_dir, summary, loop.agent, variables)
 
 
 def _conclude(
-    job: _Job, agent: Agent, variables: dict[str, Tensor], training: Training, judge: Judge, run_dir: Path
+    job: _Job, loop: Anakin | Sebulba, variables: dict[str, Tensor], training: Training, judge: Judge, run_dir: Path
 ) -> dict[str, Any]:
     """Evaluates what was trained, and writes the summary, which it returns."""
     config, state, timing = job.config, training.state, training.timing
@@ -262,5 +264,6 @@ def _conclude(
         raise
     write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
     if config.population > 1:
-        write_members(run_dir, config, agent, state, summary, timing.wall_s)
+        replay = loop.replay.buffer if loop.replay else None
+        write_members(run_dir, config, loop.agent, replay, state, summary, timing.wall_s)
     return summary

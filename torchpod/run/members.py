@@ -16,6 +16,8 @@ from torchpod.config import ConfigError, TrainConfig
 from torchpod.distributed import Ranks
 from torchpod.hints import nearest
 from torchpod.metrics import Logger, read_metrics
+from torchpod.replay.buffer import ReplayBuffer
+from torchpod.replay.segments import Segments
 from torchpod.run.folder import write_text
 from torchpod.run.keeper import save_state
 
@@ -47,7 +49,13 @@ def apply_members(state: RunState, config: TrainConfig) -> RunState:
 
 
 def write_members(
-    run_dir: Path, config: TrainConfig, agent: Agent, state: RunState, summary: dict[str, Any], wall_s: float
+    run_dir: Path,
+    config: TrainConfig,
+    agent: Agent,
+    replay: ReplayBuffer | None,
+    state: RunState,
+    summary: dict[str, Any],
+    wall_s: float,
 ) -> None:
     """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
     rows = read_metrics(run_dir)
@@ -67,7 +75,8 @@ def write_members(
             resume=None,
         )
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
-        save_state(folder, agent, one, {"wall_s": wall_s}, Ranks(), config.checkpoint.keep)
+        segments = None if replay is None else Segments(replay, folder, 0, config.num_iterations, member=p)
+        save_state(folder, agent, one, {"wall_s": wall_s}, Ranks(), config.checkpoint.keep, segments)
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
         own["healthy"] = bool(state.learner.healthy[p])
