@@ -88,7 +88,6 @@ class ActorCritic(Agent):
             )
         if config.cell not in CELLS:
             raise ValueError(f"cell={config.cell} is not known; use {' or '.join(CELLS)}.")
-        self.normalizer = ObservationNormalizer(spec.observation) if config.normalize_observation else None
         self.return_moments = RunningMoments(()) if config.normalize_reward else None
         torso = choose_torso(
             spec,
@@ -97,7 +96,8 @@ class ActorCritic(Agent):
             hidden=config.hidden[-1],
             width=config.width,
             depth=config.depth,
-        )
+        )  # it refuses what has more than one level of names
+        self.normalizer = ObservationNormalizer(spec.observation) if config.normalize_observation else None
         make = functools.partial(Encoder, spec.observation, config.hidden, config.activation, torso)
         self.encoder = make()
         is_central = isinstance(spec.observation, dict) and STATE in spec.observation

@@ -505,7 +505,7 @@ def _agent(spec: EnvSpec, config: LossConfig) -> Agent:
     from torchpod.interop.torchrl import LossAgent
 
     actor, loss = parts(spec, config)
-    on_policy = config.loss in ON_POLICY
+    on_policy, is_greedy = config.loss in ON_POLICY, config.loss in EPSILON_GREEDY
     if on_policy and "normalize_advantage" not in config.arguments:
         cast(Any, loss).normalize_advantage = config.normalize_advantage
     try:
@@ -517,9 +517,9 @@ def _agent(spec: EnvSpec, config: LossConfig) -> Agent:
             gae_lambda=config.gae_lambda if on_policy else None,
             target_rate=config.target_rate,
             target_interval=config.target_interval,
-            epsilon=config.epsilon if config.loss in EPSILON_GREEDY else 0.0,
+            epsilon=config.epsilon if is_greedy else 0.0,
             noise=config.noise if config.loss in NOISY else 0.0,
-            exploration_fraction=config.exploration_fraction,
+            exploration_fraction=config.exploration_fraction if is_greedy else 0.0,
         )
     except ValueError as error:
         if not config.arguments:

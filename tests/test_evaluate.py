@@ -12,6 +12,7 @@ from torchpod.compile import Compiler
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import TagGridWorld
 from torchpod.envs.classic.cartpole import CartPole
+from torchpod.envs.transforms import RewardClip
 from torchpod.evaluate import Evaluation, evaluate
 from torchpod.recording import record_episode
 from torchpod.rollout import make_step, start
@@ -182,6 +183,34 @@ def test_episodes_on_the_host_are_played_in_rounds_of_at_most_num_envs(seed):
     whole = evaluate(agent, Lives(), variables, random.key(seed), num_episodes=7)
     parts = evaluate(agent, Crowd(Lives()), variables, random.key(seed), num_episodes=7, num_envs=3)
     assert Crowd.sizes == [3, 3, 1]
+    assert same(whole, parts)
+
+
+class Fours(HostEnv):
+    """Four rows each."""
+
+    rows_each = 4
+
+    def init(self, keys):
+        assert len(keys) % 4 == 0
+        return super().init(keys)
+
+
+@pytest.mark.parametrize(
+    ("num_episodes", "num_envs", "sizes"),
+    [(10, 8, [8, 4]), (10, 7, [4, 4, 4]), (3, 2, [4]), (8, 8, [8]), (10, None, [12])],
+)
+def test_environments_of_several_rows_are_played_whole_and_what_is_too_much_does_not_count(
+    num_episodes, num_envs, sizes, seed
+):
+    class Noted(Fours, Crowd):
+        sizes: ClassVar = []
+
+    agent, variables = make(Lives(), seed)
+    env, key = RewardClip(Noted(Lives())), random.key(seed)
+    whole = evaluate(agent, Lives(), variables, key, num_episodes=num_episodes)
+    parts = evaluate(agent, env, variables, key, num_episodes=num_episodes, num_envs=num_envs)
+    assert Noted.sizes == sizes
     assert same(whole, parts)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_evaluate import Lives, make
+from tests.test_evaluate import Fours, Lives, make
 from torchpod import random
 from torchpod.agent import bind, variables_of
 from torchpod.algos.multi_agent import IPPO, IPPOConfig
@@ -14,6 +14,7 @@ from torchpod.envs.transforms import FrameStack, RewardClip
 from torchpod.evaluate import evaluate
 from torchpod.recording import arrays_of, record_episode, save_recording
 from torchpod.types import TimeStep
+from torchpod.watched import watched
 
 TAG = {"num_taggers": 2, "num_runners": 3, "num_other_agents_observed": 2, "tagging_distance": 0.2, "grid_length": 5.0}
 
@@ -108,6 +109,18 @@ def test_a_host_environment_is_recorded_without_its_state(seed):
     for name in host:
         np.testing.assert_array_equal(host[name], tensor[name])
     assert (host["step_type"] == 0).sum() == 2 and host["game_over"].sum() == 1  # two lives, one end
+
+
+@pytest.mark.parametrize("num_episodes", [3, 9])
+def test_the_first_row_of_several_is_recorded(num_episodes, seed):
+    agent, variables = make(Lives(), seed)
+    one, first = (
+        arrays_of(env, record_episode(agent, env, variables, random.key(seed), num_episodes=num_episodes))
+        for env in (HostEnv(Lives()), watched(FrameStack(Fours(Lives()), 1), "a recording", 60.0))
+    )
+    assert one.keys() == first.keys()
+    for name in one:  # a product of matrices may round otherwise with more rows
+        np.testing.assert_allclose(first[name], one[name], rtol=1e-5, atol=1e-6)
 
 
 def test_greedy_and_drawn_actions_differ_and_both_repeat(seed):

@@ -20,6 +20,7 @@ class Env(Protocol):
     A host environment may also have `send(action)`, which starts a step, and `recv()`, which waits for it and returns
     its timestep: Sebulba's actors do other things in between. Actions and keys are valid until `recv`, or the end of
     `step`: an environment that keeps them copies them. `advice`, a few words, says what makes its steps faster.
+    `rows_each`, 1 if it is not there, is how many it makes at once: `init` gets a multiple of that many keys.
     Transforms pass these on.
 
     Each of Sebulba's pools steps a copy of its own, of `copy.copy`, before anything was begun: what steps change in

@@ -49,7 +49,8 @@ class Evaluator:
       compiler: how to compile; eager if None.
       max_steps: transitions, behind which an episode is cut; by default the time limit of the environment, else
         `MAX_STEPS`.
-      num_envs: how many environments on the host there may be at once: more episodes are played in rounds.
+      num_envs: how many environments on the host there may be at once: more episodes are played in rounds. Of those
+        that are made several at once (`Env.rows_each`) there are at least so many, and some episodes may not count.
       explore: draw actions as in training, instead of the greedy ones.
     """
 
@@ -71,8 +72,10 @@ class Evaluator:
         self._act_and_step = make_step(agent, env, explore=explore)
         pure = env.traits.pure
         self._step = compiler(self._advance, fall_back=agent.may_fall_back) if pure else self._advance
-        each = num_episodes if pure else num_envs or num_episodes
-        self._rounds = [*zip(*(random.split(k, num_episodes).split(each) for k in random.split(key, 2)), strict=True)]
+        rows = getattr(env, "rows_each", 1)
+        self._num_episodes, total = num_episodes, -(-num_episodes // rows) * rows
+        each = total if pure or num_envs is None else max(num_envs // rows, 1) * rows
+        self._rounds = [*zip(*(random.split(k, total).split(each) for k in random.split(key, 2)), strict=True)]
 
     def __call__(self, variables: Variables, failure: Callable[[], Exception | None] = lambda: None) -> Evaluation:
         """Plays.
@@ -82,7 +85,7 @@ class Evaluator:
           failure: returns what has failed elsewhere, or None; asked in every step, and what it returns is raised.
         """
         parts = (self._play(variables, failure, *keys) for keys in self._rounds)
-        return pytree.tree_map(lambda *xs: torch.cat(xs, -1), *parts)
+        return pytree.tree_map(lambda *xs: torch.cat(xs, -1)[..., : self._num_episodes], *parts)
 
     def prepare(self, variables: Variables) -> None:
         """Compiles what a call needs: plays one step."""

@@ -71,7 +71,8 @@ def record_episode(
       num_episodes: of the evaluation.
       explore: as in `evaluate`.
     """
-    env_keys, actor_keys = (random.split(k, num_episodes)[:1] for k in random.split(key, 2))
+    size = getattr(env, "rows_each", 1)  # of which the first is recorded
+    env_keys, actor_keys = (random.split(k, max(num_episodes, size))[:size] for k in random.split(key, 2))
     step, limit = make_step(agent, env, explore=explore), env.spec.max_episode_steps or MAX_STEPS
     every = _CHUNK if env.traits.pure else 1  # a host environment would go on, and may reuse its memory
 
@@ -157,7 +158,8 @@ def _name(key: Any) -> Any:
 
 
 def _stack(rows: list[Any]) -> Any:
-    return pytree.tree_map(lambda *xs: torch.stack(xs), *rows)
+    """Of the first environment."""
+    return pytree.tree_map(lambda *xs: torch.stack([x[:1] for x in xs]), *rows)
 
 
 def _cat(parts: list[Any]) -> Any:

@@ -57,7 +57,7 @@ class Watched:
 
     def __init__(self, env: Env, where: str, timeout_s: float) -> None:
         self._env, self._where, self._timeout_s = env, where, timeout_s
-        self.spec, self.traits = env.spec, env.traits
+        self.spec, self.traits, self.rows_each = env.spec, env.traits, getattr(env, "rows_each", 1)
 
     def init(self, keys: Tensor) -> tuple[Tree, TimeStep]:
         """See `Env.init`."""

@@ -164,7 +164,10 @@ class EnvPool:
         config = _envpool().make_spec(self.spec.name, **self._options).config
         if "frame_skip" not in config._fields:
             raise ValueError(f"{self.spec.name} has no frame_skip in EnvPool, so that its actions cannot be repeated.")
-        return EnvPool(self.spec.name, **{**self._options, "frame_skip": num * config.frame_skip})
+        options = {**self._options, "frame_skip": num * config.frame_skip}
+        if (limit := self.spec.max_episode_steps) is not None:  # EnvPool counts decisions
+            options["max_episode_steps"] = -(-limit // num)
+        return EnvPool(self.spec.name, **options)
 
 
 class Batch:

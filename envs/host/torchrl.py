@@ -10,9 +10,10 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.envs.arguments import needs_nothing
+from torchpod.envs.host.spaces import masked, opened
 from torchpod.envs.host.timesteps import host_timestep
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
-from torchpod.types import TimeStep, Tree
+from torchpod.types import ACTION_MASK, TimeStep, Tree
 
 
 class TorchRL:
@@ -21,7 +22,8 @@ class TorchRL:
     Where an episode is over, the next step resets it instead, and is its `FIRST`; the others step meanwhile. The keys
     of `init` seed the environments, once; the keys of `step` are not used. An observation of one entry is that tensor,
     of more a dict by their names. One-hot actions become Discrete; float actions are clipped to their bounds, and where
-    those differ from entry to entry, the spec says [-1, 1] and actions are scaled.
+    those differ from entry to entry, the spec says [-1, 1] and actions are scaled. An `action_mask` beside other
+    entries, of any numbers, says which actions are allowed: one entry per value.
 
     Args:
       make: a function that returns an EnvBase of batch size `[]`, of which there will be one per row, or `[n]`, of
@@ -30,7 +32,8 @@ class TorchRL:
 
     Raises:
       ValueError: for a batch of more axes; if the observation has other entries than float, integer or bool tensors;
-        if the action is no single one-hot, categorical or bounded tensor; or if the reward is not one number.
+        if the action is no single one-hot, categorical or bounded tensor; if a mask does not fit the action, or allows
+        nothing while an episode goes on; or if the reward is not one number.
     """
 
     traits = HOST
@@ -52,7 +55,7 @@ class TorchRL:
             told = getattr(make, "__name__", repr(make))
             raise ValueError(f"{told} returned a {type(probe).__name__}, and must return a torchrl.envs.EnvBase.")
         try:
-            self._rows = _rows(probe)
+            self.rows_each = _rows(probe)
             name = getattr(make, "__name__", type(probe).__name__)
             if len(probe.reward_keys) != 1 or "terminated" not in probe.done_keys:
                 raise ValueError(
@@ -67,6 +70,7 @@ class TorchRL:
         finally:
             probe.close(raise_if_closed=False)
         whole: SpecTree = observation if len(observation) > 1 else next(iter(observation.values()))
+        whole = masked(whole, action, f"{name}: observation_spec")
         self.spec = EnvSpec(name, whole, action, truncates_early=True)
 
     def init(self, keys: Tensor) -> tuple[None, TimeStep]:
@@ -76,7 +80,7 @@ class TorchRL:
           ValueError: if there are not as many keys as rows in whole environments.
         """
         self.close()
-        total, rows = keys.shape[0], keys.shape[0] if self._sized else self._rows
+        total, rows = keys.shape[0], keys.shape[0] if self._sized else self.rows_each
         if total % rows:
             raise ValueError(
                 f"{self.spec.name} has {rows} rows each, and num_envs={total} is no multiple of that; let its maker "
@@ -112,6 +116,13 @@ class TorchRL:
         columns = zip(*observations, strict=True)
         named = {name: torch.cat(x).to(specs[name].dtype) for name, x in zip(specs, columns, strict=True)}
         timestep, self._was_last = host_timestep(named if "" not in specs else named[""], self._was_last, *outcome)
+        if ACTION_MASK in named:
+            named[ACTION_MASK], stuck = opened(named[ACTION_MASK], self.spec.action, ~self._was_last)
+            if stuck is not None:
+                raise ValueError(
+                    f"{self.spec.name} gave an action_mask that allows nothing, in row {stuck[0]}; allow something, or "
+                    "end the episode."
+                )
         return timestep
 
 

@@ -1,7 +1,9 @@
 """PPO, A2C and IMPALA against their papers."""
 
+import dataclasses
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -489,3 +491,27 @@ def test_rewards_are_scaled_then_clipped_before_they_are_learned_from(cls, seed)
     with torch.no_grad():
         want, got = plain.prepare(by_hand, keys), clipped.prepare(trajectory, keys)
     assert all(torch.equal(want.steps[name], got.steps[name]) for name in ("advantage", "value_target"))
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_observations_are_normalised_whatever_their_entries_are_called(cls, seed):
+    """As TorchRL's nested keys and attributes of a module are."""
+
+    class Named(Catch):
+        def __init__(self):
+            super().__init__()
+            observation = {name: self.spec.observation for name in ("type", "a.b", "x")}
+            self.spec = dataclasses.replace(self.spec, observation=observation)
+
+        def observe(self, state) -> Any:
+            return {name: super(Named, self).observe(state) for name in self.spec.observation}
+
+    check_agent(make(cls, Named().spec, seed, normalize_observation=True), Named())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_nested_observation_is_refused_with_what_to_do(normalize, seed):
+    spec = EnvSpec("nested", observation={"a": {"b": Array((2,))}}, action=Discrete(3))
+    told = "observation['a'] has entries of its own, ['b'], and networks see one level of names; add '+env.transforms="
+    with pytest.raises(ValueError, match=re.escape(told)):
+        make(PPO, spec, seed, normalize_observation=normalize)

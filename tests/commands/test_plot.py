@@ -1,4 +1,5 @@
 import math
+import re
 import sys
 
 import numpy as np
@@ -152,6 +153,30 @@ def test_a_folder_that_is_no_run_says_what_was_expected_and_what_to_do(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"expected metrics.jsonl in it; plot the runs in it: .*/x/\*\."):
         plot([tmp_path / "x"], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (b"", "it holds no settings"),
+        (b"- 1\n", "it holds no settings"),
+        (b"a: [1", "while parsing a flow sequence"),
+        (b"\xff\x00", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"algo: {}\nenv: {}\n", "'name'"),
+        (b"algo: {name: ppo}\nenv: 3\n", "'int' object has no attribute 'get'"),
+        (b"algo: ppo\nenv: {}\n", "string indices must be integers, not 'str'"),
+    ],
+    ids=str,
+)
+def test_a_damaged_configuration_is_an_error_of_one_sentence(damage, reason, tmp_path):
+    path = make_run(tmp_path / "x" / "run", [1.0]) / "config.yaml"
+    path.write_bytes(damage)
+    told = f"{path} is not ours ({reason}); leave this run out, or remove the file, and the run is called as the folder"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        plot([path.parent], tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
+    path.unlink()
+    assert module._place(path.parent) == tmp_path / "x"
 
 
 def test_no_runs_no_metric_and_no_values_are_errors(tmp_path):

@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_come_is_not_called_one_that_failed(tmp_path: Path)
         "ranks.barrier()\ntime.sleep(20.0 * ranks.rank)\nranks.barrier()\n"
     )
     result = torchrun(tmp_path, str(program))
-    assert "RankError: another rank has not come; if one may take so long, raise loop.timeout_s" in result.stderr
+    assert f"RankError: {LATE}" in result.stderr
     assert "another rank failed" not in result.stderr
 
 
@@ -233,6 +233,21 @@ def test_what_another_rank_is_to_blame_for_is_told_from_what_it_is_not(error, to
     with pytest.raises(RankError if told else type(error), match=re.escape(told or str(error))) as raised:
         Ranks(0, 2).sum(torch.ones(3))
     assert raised.value.__cause__ is error if told else raised.value is error
+
+
+def test_what_the_sentence_about_a_late_rank_advises_can_be_done(monkeypatch):
+    def fail(x):
+        raise GLOO("Timed out waiting 3000ms for recv operation to complete")
+
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    with pytest.raises(RankError) as raised:
+        Ranks(0, 2).sum(torch.ones(3))
+    of_both, of_sebulba = str(raised.value).split(" in loop=sebulba ")
+    named = [re.findall(r"\w+\.\w+", part) for part in (of_both, of_sebulba)]
+    assert named == [["evaluation.episodes"], ["loop.timeout_s"]]
+    for loop in ("anakin", "sebulba"):
+        load([f"loop={loop}", f"{named[0][0]}=5"])
+    load(["loop=sebulba", f"{named[1][0]}=600"])
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -29,7 +29,7 @@ from tests.interop.rows import (
 from tests.marks import with_slow
 from torchpod import random
 from torchpod.agent import bind, variables_of
-from torchpod.algos.torchrl import LOSSES, OFF_POLICY, ON_POLICY, TorchRLConfig, torchrl_agent
+from torchpod.algos.torchrl import EPSILON_GREEDY, LOSSES, OFF_POLICY, ON_POLICY, TorchRLConfig, torchrl_agent
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.compile import Compiler
@@ -282,6 +282,30 @@ def test_members_of_a_population_discount_as_they_are_told(seed):
         one, _ = single.iterate(single.init(seed + i))
         for name, x in one.learner.params.items():
             torch.testing.assert_close(state.learner.params[name][i], x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EPSILON_GREEDY)
+@pytest.mark.parametrize(("epsilon", "fraction"), [(0.0, 0.5), (0.0, 0.0), (0.4, 0.5), (0.4, 0.0)])
+def test_the_share_of_random_actions_falls_from_1_to_epsilon_which_may_be_0(name, epsilon, fraction, seed):
+    settings = {"hidden": (8,), "epsilon": epsilon, "exploration_fraction": fraction}
+    agent = torchrl_agent(SPEC, TorchRLConfig(name, **settings))
+    first = CartPole().init(random.split(random.key(seed), 4000))[1]
+    keys = random.split(random.key(seed + 1), 4000)
+    greedy = agent.act(first, (), keys, explore=False)[0].action
+    found, variables = [], {**dict(agent.named_parameters()), **dict(agent.named_buffers())}
+    for remaining in (1.0, 0.75, 0.5, 0.0):
+        now = variables | {buffer: variables[buffer] * remaining for buffer in agent.annealed}
+        found.append((bind(agent, now)("act", first, (), keys)[0].action != greedy).double().mean().item())
+    shares = [1.0, (1 + epsilon) / 2, epsilon, epsilon] if fraction else [epsilon] * 4
+    assert found == pytest.approx([share / 2 for share in shares], abs=0.03)  # half of them draw the best of two
+    assert agent.annealed == (("remaining",) if epsilon or fraction else ())
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in (*EPSILON_GREEDY, "MAPPOLoss")])
+def test_losses_whose_actor_draws_have_no_share_of_random_actions(name):
+    spec = SPEC if name in ("DiscreteSACLoss", "DiscreteIQLLoss") else env_for(name).spec
+    agent = torchrl_agent(spec, TorchRLConfig(name, hidden=(8,)))
+    assert agent.annealed == () and "epsilon" not in agent.hyperparameters
 
 
 def test_one_hot_actions_are_the_environments_numbers(seed):

@@ -1,4 +1,5 @@
 import torch
+from torch import nn
 
 from torchpod.nets import ObservationNormalizer, RunningMoments
 from torchpod.specs import Array, Box, Discrete
@@ -37,6 +38,22 @@ def test_of_a_dict_floats_are_normalised_and_nothing_else():
         assert out[name] is observation[name]
     torch.testing.assert_close(out["speed"], torch.full((6, 3), -1.0))
     assert list(normalizer.seen(observation)) == ["moments.speed"]
+
+
+def test_an_entry_may_have_any_name():
+    """Those that `nn.ModuleDict` takes keep theirs in checkpoints, and no two become one."""
+    good = ["speed", "Type", "seen by all agents", "a_b", "50%", "a%2Eb"]
+    bad = ["", ".", "a.b", "%a%2Eb", "%", "%type", *dir(nn.ModuleDict())]
+    names = [*good, *bad]
+    normalizer = ObservationNormalizer({name: Array((2,)) for name in names})
+    observation = {name: torch.full((3, 2), 0.1 * i) for i, name in enumerate(names)}
+    seen = normalizer.seen(observation)
+    assert len(seen) == len(names) and list(seen)[: len(good)] == [f"moments.{name}" for name in good]
+    buffers = dict(normalizer.named_buffers())
+    for name, x in seen.items():
+        buffers[f"{name}.mean"].copy_(x[0])
+    out = normalizer(observation)
+    assert list(out) == names and all(not x.any() for x in out.values())
 
 
 def test_an_image_of_bytes_passes_untouched():

@@ -38,7 +38,7 @@ def plot(run_dirs: Iterable[Path | str], out: Path | str, metric: str = "episode
 
     Raises:
       FileNotFoundError: if a folder has no metrics.
-      ValueError: if a run has no such metric, or no value of it.
+      ValueError: if a run has no such metric, or no value of it, or a config.yaml that is damaged.
       ImportError: if the extra is not installed.
     """
     groups: dict[str, list[Curve]] = {}
@@ -66,11 +66,25 @@ def _place(folder: Path) -> Path:
     if folder.parent.name == "members":
         return folder
     path = folder / "config.yaml"
-    config = yaml.safe_load(path.read_text()) if path.is_file() else {}
-    name = config.get("experiment_name")
-    if name is None and "algo" in config and "env" in config:
-        name = default_experiment(config["algo"]["name"], config["env"])
+    name = _experiment(path) if path.is_file() else None
     return folder.parent if name in (None, folder.parent.name) else folder.parent / name
+
+
+def _experiment(path: Path) -> str | None:
+    """What the settings in a file call it, if they do."""
+    try:
+        config = yaml.safe_load(path.read_text())
+        if not isinstance(config, dict):
+            raise TypeError("it holds no settings")
+        name = config.get("experiment_name")
+        if name is None and "algo" in config and "env" in config:
+            name = default_experiment(config["algo"]["name"], config["env"])
+    except (OSError, UnicodeError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not ours ({str(error).splitlines()[0]}); leave this run out, or remove the file, and the run "
+            "is called as the folder that it is in."
+        ) from error
+    return None if name is None else str(name)
 
 
 def _curves(folder: Path, metric: str) -> list[Curve]:

@@ -142,7 +142,10 @@ def _together() -> Iterator[None]:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError) or "enforce fail" in told:
             raise  # CUDA's, or what gloo asserts
         if any(words in told for words in LATE):
-            raise RankError("another rank has not come; if one may take so long, raise loop.timeout_s") from error
+            raise RankError(
+                "another rank has not come; if one may take so long, play fewer evaluation.episodes, or in "
+                "loop=sebulba raise loop.timeout_s"
+            ) from error
         if isinstance(error, dist.DistNetworkError) or any(words in told for words in GONE):
             raise RankError("another rank failed; its own message says why") from error
         raise

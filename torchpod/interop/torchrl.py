@@ -87,7 +87,7 @@ class LossAgent(Agent):
       epsilon: share of random actions while exploring, for actors that choose the best of discrete ones; for losses
         without a critic, as `noise` is.
       noise: standard deviation of what is added to continuous actions while exploring, in units of half their range.
-      exploration_fraction: part of the run in which epsilon falls from 1 to its value.
+      exploration_fraction: part of the run in which epsilon falls from 1 to its value, which may be 0.
       groups: optimizer groups by prefixes of parameters, e.g. `{"actor": ("actor_network.",), ...}`; None: one.
       adaptive: coefficients that the loss itself changes while it runs; None: `beta` of KLPENPPOLoss.
 
@@ -147,8 +147,7 @@ class LossAgent(Agent):
         self._on_policy = critic is not None
         self._fit = Fit(spec, self._name, self._on_policy)
         self.replayed = 0 if self._on_policy else 1
-        self._explores = "epsilon" if epsilon else "noise" if noise else None
-        self._set_up_exploration(epsilon, noise, exploration_fraction)
+        self._explores = self._set_up_exploration(epsilon, noise, exploration_fraction)
         reduction = getattr(loss, "reduction", "mean")
         self._set_up(loss, discount, gae_lambda)
         if adaptive is None:
@@ -199,7 +198,8 @@ class LossAgent(Agent):
             )
         require_pure(self._pure, self._renamed(example, self._keys), reduction)
 
-    def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> None:
+    def _set_up_exploration(self, epsilon: float, noise: float, fraction: float) -> bool:
+        """Whether there is more of it than the actor's own."""
         action = self._spec.action
         if self._on_policy and (epsilon or noise):
             raise ValueError(
@@ -212,12 +212,15 @@ class LossAgent(Agent):
             )
         if noise and not (isinstance(action, Box) and action.bounded):
             raise ValueError(f"noise={noise} is for actions within bounds, and {self._spec.name} has {action}.")
-        if epsilon:
+        # With epsilon 0 the share falls all the same, from 1, and with fraction 0 it is epsilon at once.
+        falls = epsilon > 0 or fraction > 0 and not self._on_policy and isinstance(action, Discrete)
+        if falls:
             self.annealed = ("remaining",)
             for name, value in (("remaining", 1.0), ("epsilon", epsilon), ("exploration_fraction", fraction)):
                 self.hyperparameter(name, value)
         elif noise:
             self.hyperparameter("noise", noise)
+        return falls or noise > 0
 
     def _set_up(self, loss: LossModule, discount: float | None, gae_lambda: float | None) -> None:
         """What changes in the loss itself."""

@@ -43,15 +43,27 @@ class ObservationNormalizer(nn.Module):
         super().__init__()
         leaves = spec if isinstance(spec, dict) else {"observation": spec}
         floats = {name: leaf.shape for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
-        self.moments = nn.ModuleDict({name: RunningMoments(shape) for name, shape in floats.items()})
+        self._names = {name: _module_name(name) for name in floats}
+        self.moments = nn.ModuleDict({self._names[name]: RunningMoments(shape) for name, shape in floats.items()})
 
     def forward(self, observation: Tree) -> Tree:
         """`[..., *shape]` of each entry."""
         if not isinstance(observation, dict):
             return self.moments["observation"](observation) if self.moments else observation
-        return {k: self.moments[k](x) if k in self.moments else x for k, x in observation.items()}
+        names = self._names
+        return {k: self.moments[names[k]](x) if k in names else x for k, x in observation.items()}
 
     def seen(self, observation: Tree) -> dict[str, Tensor]:
         """The entries that are normalised, by the names of their `RunningMoments` within this module."""
         leaves = observation if isinstance(observation, dict) else {"observation": observation}
-        return {f"moments.{name}": leaves[name] for name in self.moments}
+        return {f"moments.{module}": leaves[name] for name, module in self._names.items()}
+
+
+def _module_name(name: str) -> str:
+    """What the module of an entry is called: its name, or where `nn.ModuleDict` takes no such name, "%" and the name.
+
+    A dot is then "%2E" and a percent sign "%25", as in an address, so that no two names become one.
+    """
+    if name and "." not in name and not name.startswith("%") and not hasattr(nn.ModuleDict(), name):
+        return name
+    return "%" + name.replace("%", "%25").replace(".", "%2E")

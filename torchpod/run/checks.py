@@ -1,6 +1,7 @@
 """What a run looks at before it begins: whether an environment and an agent that are not ours keep the contract."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -45,7 +46,7 @@ def check_users_env(env: Env, config: TrainConfig, device: torch.device) -> None
         # Ours make all they need in `init`.
         several = pools > 1 or config.loop.split is not None or config.evaluation.every is not None
         copies = several and not type(inner).__module__.startswith("torchpod.")
-        check_env(seen, num_envs=4, num_steps=100, device=where, compile=False, copies=copies)
+        check_env(seen, num_envs=_num_envs(env), num_steps=100, device=where, compile=False, copies=copies)
 
 
 def check_users_agent(agent: Agent, env: Env, config: TrainConfig, device: torch.device) -> None:
@@ -55,7 +56,13 @@ def check_users_agent(agent: Agent, env: Env, config: TrainConfig, device: torch
     with _contract(f"algo={name}", "on its first trajectory"):
         seen = watched(env, "the check of the agent", config.loop.timeout_s)
         where = device if env.traits.pure else "cpu"
-        check_agent(agent, seen, num_envs=4, unroll_length=length, device=where, quick=True)
+        check_agent(agent, seen, num_envs=_num_envs(env), unroll_length=length, device=where, quick=True)
+
+
+def _num_envs(env: Env) -> int:
+    """At least 4, of which `check_agent` can take half, in whole environments."""
+    several = math.lcm(2, getattr(env, "rows_each", 1))
+    return -(-4 // several) * several
 
 
 @contextlib.contextmanager

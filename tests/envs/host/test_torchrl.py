@@ -1,13 +1,18 @@
 """TorchRL environments behind the contract: their own steps, their resets where ours are, and training in them."""
 
 import functools
+import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torchrl.data import Bounded, Composite, MultiOneHot, Unbounded
+from torchrl.data import Binary, Bounded, Composite, MultiOneHot, Unbounded
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from torchpod import random, train
+from torchpod.actions import random_action
+from torchpod.commands.eval_run import eval_run
 from torchpod.config import ConfigError, load
 from torchpod.envs import Catch
 from torchpod.envs.host.torchrl import TorchRL
@@ -174,6 +179,60 @@ def test_a_file_trains_in_sebulba(tmp_path, monkeypatch):
     run = execute(load([*settings, "compile=false", "logger.console=false", "evaluation.episodes=8"]))
     # Action 2 pays most at once, and ends; 1 pays 1 five times, 2 in the last step one more.
     assert run.summary["eval_return"]["mean"] >= 5.0
+
+
+def test_one_of_several_rows_is_checked_trained_evaluated_and_recorded(tmp_path):
+    (tmp_path / "my_env.py").write_text(COUNT + "\ndef make():\n    return Count(8)\n")
+    agent = Path(__file__).parents[2] / "user_agent.py"
+    settings = [f"algo={agent}:MyAgent", "loop=sebulba", f"env={tmp_path / 'my_env.py'}:make", "num_envs=16"]
+    settings += ["+env.transforms=[flatten]", f"run_dir={tmp_path / 'run'}"]
+    settings += ["algo.unroll_length=16", "total_env_steps=512", "compile=false", "logger.console=false"]
+    run = execute(load([*settings, "evaluation.episodes=10"]))
+    told, *_ = eval_run(tmp_path / "run", episodes=10, episode=tmp_path / "first.npz").splitlines()
+    assert json.loads(told)["mean"] == run.summary["eval_return"]["mean"]
+    assert np.load(tmp_path / "first.npz")["step_type"][[0, -1]].tolist() == [FIRST, LAST]
+
+
+class Board(Count):
+    """Says what is allowed: where it ends, nothing."""
+
+    def __init__(self, num_envs=None, stuck=99, width=3):
+        super().__init__(num_envs)
+        self.stuck, mask = stuck, Binary(width, shape=(*self.batch_size, width), dtype=torch.bool)
+        self.observation_spec = Composite(
+            observation=self.observation_spec["observation"], action_mask=mask, shape=self.batch_size
+        )
+
+    def seen(self, tensordict):
+        count = self.where.floor()
+        mask = torch.tensor([True, True, False]) & (count != self.limit) & (count != self.stuck)
+        return tensordict.set("action_mask", mask)
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self.seen(super()._reset(tensordict, **kwargs))
+
+    def _step(self, tensordict):
+        return self.seen(super()._step(tensordict))
+
+
+@pytest.mark.parametrize("make", [Board, lambda: Board(4), lambda num_envs=1: Board(num_envs)])
+def test_a_mask_is_open_where_an_episode_is_over(make):
+    env = TorchRL(make)
+    check_env(env)
+    _, timestep = env.init(keys(4))
+    for t in range(1, 12):
+        action = random_action(env.spec, timestep.observation, keys(4))
+        _, timestep = env.step(None, action, keys(4))
+        assert timestep.observation["action_mask"].tolist() == [[True, True, t % 4 == 3]] * 4
+
+
+def test_masks_that_allow_nothing_or_do_not_fit_are_refused():
+    env = TorchRL(functools.partial(Board, stuck=1))
+    env.init(keys(2))
+    with pytest.raises(ValueError, match="gave an action_mask that allows nothing, in row 0; allow something, or end"):
+        env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+    with pytest.raises(ValueError, match=r"action_mask is \[4\], and the action .*; give one entry per value"):
+        TorchRL(functools.partial(Board, width=4))
 
 
 def writes_other(change):
