@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import warnings
 
@@ -13,6 +14,7 @@ import torch
 from torchpod.distributed import ALONE, Ranks
 from torchpod.env import HostEnv
 from torchpod.envs import CartPole
+from torchpod.run import stop
 from torchpod.run.stop import OverdueError, StopFlag
 from torchpod.watched import watched
 
@@ -83,3 +85,15 @@ def test_a_call_that_ends_in_time_after_such_a_signal_is_left_alone(monkeypatch)
         stop.pause()
         time.sleep(0.4)
         assert stop.agree(False) == (True, False)
+
+
+def test_where_no_thread_can_be_started_signals_are_as_they_were(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    with pytest.raises(RuntimeError, match="start new thread"):
+        StopFlag(Ranks(0, 2), torch.device("cpu"), lambda: "").__enter__()
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert stop._ENTERED == [] and signal.set_wakeup_fd(-1) == -1

@@ -50,6 +50,14 @@ class StopFlag:
         self._ear = self._heard_at = self._other_ear = -1
 
     def __enter__(self) -> "StopFlag":
+        try:
+            self._begin()
+        except BaseException:  # no thread can be started, say: signals are as they were
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
         _ENTERED.append(self)
         with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,7 +70,6 @@ class StopFlag:
                 # Each signal is written there, whatever the main thread does.
                 self._other_ear = signal.set_wakeup_fd(self._ear)
                 threading.Thread(target=self._listen, args=(ear,), name="torchpod-stop", daemon=True).start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         _ENTERED.remove(self)
