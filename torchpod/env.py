@@ -127,7 +127,8 @@ def make_timestep(
       reset: `[B]` bool, True where this step starts an episode; it wins over the next two.
       terminated: `[B]` bool, the episode ended by its own rules: no value after it.
       truncated: `[B]` bool, the episode was cut: its value goes on. Termination wins.
-      extras: added to `raw_reward` and `game_over`. Where `alive` is False, the discount is 0: that agent's part ended.
+      extras: added to `raw_reward` and `game_over`. Where `alive` is False, the discount is 0, but at FIRST: that
+        agent's part ended.
     """
     last = (terminated | truncated) & ~reset
     step_type = torch.where(reset, FIRST, torch.where(last, LAST, MID)).to(torch.int32)
@@ -141,7 +142,7 @@ def make_timestep(
                 f"make_timestep needs extras['alive'] for the groups of the reward, {sorted(discount)}, and it has "
                 f"{sorted(extras['alive'])}; give each group a bool tensor [B, N], all True where nobody dies."
             )
-        discount = pytree.tree_map(torch.mul, discount, extras["alive"])
+        discount = where(reset, discount, pytree.tree_map(torch.mul, discount, extras["alive"]))
     return TimeStep(step_type, reward, discount, observation, extras)
 
 

@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchpod import random
 from torchpod.env import HostEnv, TensorEnv
@@ -124,7 +126,9 @@ BROKEN_TIMESTEPS = {
     "reward must be 0 at FIRST": at(FIRST, reward=1.0),
     "discount must be 1 at FIRST": at(FIRST, discount=0.5),
     "step() must return LAST where the discount is 0": at(MID, discount=0.0),
-    "LAST with discount 1 means truncation, which comes only after spec.max_episode_steps=5": at(LAST, discount=1.0),
+    "LAST with a discount above 0 means truncation, which comes only after spec.max_episode_steps=5": at(
+        LAST, discount=1.0
+    ),
 }
 
 
@@ -309,11 +313,13 @@ class NotCapturable(Walk):
         return super().transition(state, action, keys)
 
 
-class Recompiles(Walk):
-    """A state whose memory layout changes from init to step."""
+class RaisesTraced(Walk):
+    """A step that works by itself and vmapped, and not where it is compiled."""
 
-    def reset(self, keys):
-        return random.uniform(keys, 2, -1.0, 1.0).T.contiguous().T[:, :1]
+    def transition(self, state, action, keys):
+        if isinstance(state, FakeTensor):
+            raise LookupError("no way on")
+        return super().transition(state, action, keys)
 
 
 class StateWithoutBatch(Walk):
@@ -370,7 +376,7 @@ class NoTraits(Walk):
         (NoAutoReset, "step() must return FIRST after LAST."),
         (ResetsAtOnce, "step() must return FIRST only after LAST."),
         (NeverTruncates, "step() must return LAST after spec.max_episode_steps=5 steps, with discount 1"),
-        (Untimed, "LAST with discount 1 means truncation, which comes only after spec.max_episode_steps=None steps"),
+        (Untimed, "LAST with a discount above 0 means truncation, which comes only after spec.max_episode_steps=None"),
         (WritesState, "step() must not modify its arguments; it changed (state, action, keys)[0][0]."),
         (lambda: ReusesBuffer(Walk()), "step() must return new tensors; it wrote into timestep.observation['place']"),
         (GlobalGenerator, "step() must be a function of state, action and keys; two equal calls differ in"),
@@ -430,7 +436,7 @@ def test_copies_that_nobody_steps_side_by_side_may_share():
     ("make", "rule"),
     [
         (NotCapturable, f"NotCapturable.transition branches on a tensor ({second_line(NotCapturable)}); use torch.w"),
-        (Recompiles, "The trait `capturable` promises that the compiled step works; it raised RecompilationError"),
+        (RaisesTraced, "The trait `capturable` promises that the compiled step works; it raised LookupError: no way"),
     ],
 )
 def test_an_environment_that_does_not_compile_is_named(make, rule):
@@ -506,6 +512,77 @@ def test_a_mask_of_several_choices_allows_something_in_each(mask, action, rule):
     check_env(Pairs([1, 1, 0, 1], MultiDiscrete((2, 2))), compile=False)
     with pytest.raises(ContractError, match=re.escape(f"observation['scouts']['action_mask'] {rule}")):
         check_env(Pairs(mask, action), compile=False)
+
+
+class Leaving(Squad):
+    """A scout who has come beyond `reach` is not in the game; `change` alters timesteps."""
+
+    def __init__(self, change=lambda t: t, reach=3.0):
+        super().__init__()
+        self.change, self.reach = change, reach
+
+    def extras(self, state):
+        return {"alive": {"scouts": state[..., 0] < self.reach, "tank": torch.ones_like(state[:, :1, 0]).bool()}}
+
+    def init(self, keys):
+        state, timestep = super().init(keys)
+        return state, self.change(timestep)
+
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        return state, self.change(timestep)
+
+
+def alive(change):
+    return lambda t: extras(t, alive={g: change(x) for g, x in t.extras["alive"].items()})
+
+
+BROKEN_ALIVE = {
+    "['scouts'] must be a torch.bool tensor of shape [8, 3]; it is torch.float32": alive(Tensor.float),
+    "['scouts'] must be a torch.bool tensor of shape [8, 3]; it is torch.bool of shape [8, 1]": alive(
+        lambda x: x[:, :1]
+    ),
+    " must be a dict with one entry per group, ['scouts', 'tank']": lambda t: extras(
+        t, alive={"scouts": t.extras["alive"]["scouts"]}
+    ),
+    "['scouts'] is False, but at FIRST: that agent's part ended; it is not 0 for": lambda t: t._replace(
+        discount={g: torch.ones_like(d) for g, d in t.discount.items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN_ALIVE)
+def test_what_is_wrong_with_who_is_alive_is_named(rule):
+    with pytest.raises(ContractError, match=re.escape(f"extras['alive']{rule}")):
+        check_env(Leaving(BROKEN_ALIVE[rule]), compile=False)
+
+
+def test_alive_needs_groups():
+    with pytest.raises(ContractError, match=re.escape("extras['alive'] is of groups of agents, and spec.groups is No")):
+        check_env(Broken(lambda t: extras(t, alive=t.reward == 0)), compile=False)
+
+
+@pytest.mark.parametrize("reach", [3.0, 0.5, -9.0], ids=["all", "some", "none"])
+def test_agents_may_leave_or_not_be_there_at_the_start(reach):
+    for env in (Leaving(reach=reach), HostEnv(Leaving(reach=reach))):
+        check_env(env, compile=False)
+
+
+def test_truncation_before_the_limit_is_named_when_an_agent_has_left():
+    class Cut(Leaving):
+        def step(self, state, action, keys):
+            (inner, count, _), timestep = super().step(state, action, keys)
+            left = (timestep.step_type == MID) & ~timestep.extras["alive"]["scouts"].all(1)
+            step_type = timestep.step_type.masked_fill(left, LAST)
+            return (inner, count, step_type == LAST), timestep._replace(step_type=step_type)
+
+    with pytest.raises(
+        ContractError, match=r"^LAST with a discount above 0 means truncation, .*max_episode_steps=6 st"
+    ):
+        check_env(Cut(), compile=False)
+    env = Cut()
+    env.spec = dataclasses.replace(env.spec, truncates_early=True)
+    check_env(env, compile=False)
 
 
 def test_rewards_of_groups_need_every_group():

@@ -181,6 +181,17 @@ def test_who_leaves_and_what_discounts_are_is_compared(tell, seed):
         check_consistency(Pair(leaves=True), PlainPair(tell=wrong), seed=seed)
 
 
+def test_who_is_not_there_at_the_start_has_discount_1_there(seed):
+    def late(sums):
+        return sums > 2
+
+    class Late(Pair):
+        def extras(self, state):
+            return {"alive": {"a": late(state[:, :3]), "b": late(state[:, 3:])}}
+
+    check_consistency(Late(), PlainPair(tell={"alive": late}), seed=seed)
+
+
 def test_discounts_are_one_until_the_end_unless_the_reference_says_otherwise(seed):
     with pytest.raises(ConsistencyError, match=r"discount\['[ab]'\] is 0, .*; where agents leave, .* one value more\."):
         check_consistency(Pair(leaves=True), PlainPair(), seed=seed)

@@ -20,7 +20,7 @@ others, `reset` and `step` return one value more, a dict like Gymnasium's `info`
 
     {"alive": {group: [N]}, "discount": {group: [N]}}  # who is in the game, as in TimeStep.extras; what takes effect
 
-Of who is not alive the discount is to be 0, unless the dict has discounts.
+Of who is not alive the discount is to be 0, but at the start of an episode, unless the dict has discounts.
 """
 
 import copy
@@ -223,7 +223,8 @@ class _Row:
         if "alive" in told:
             alive = self._of(timestep.extras.get("alive", {}))
             self._compare(step, "alive", alive, told["alive"])
-            discount = pytree.tree_map(np.multiply, discount, alive)
+            if step > self._began:  # at FIRST nobody's part has ended
+                discount = pytree.tree_map(np.multiply, discount, alive)
         return told.get("discount", discount)
 
     def _of(self, tree: Tree) -> Tree:

@@ -285,6 +285,8 @@ def _check_timestep(spec: EnvSpec, timestep: TimeStep, keys: Tensor) -> None:
     require(isinstance(extras.get("episode", {}), dict), "extras['episode'] must be a dict of numbers by name.")
     for name, leaf in named_leaves(extras.get("episode", {}), "extras['episode']"):
         require_tensor(leaf, (size,), torch.float32, device, name)
+    if "alive" in extras:
+        _check_alive(spec, timestep, size, device)
     is_last = timestep.step_type == LAST
     require(
         (is_last | ~extras["game_over"]).all(),
@@ -305,6 +307,27 @@ def _check_signal(spec: EnvSpec, value: Tree, size: int, device: torch.device, n
         leaf = f"{name}[{group!r}]"
         require_tensor(value[group], lead_of(spec, group, size), torch.float32, device, leaf)
         require(value[group].isfinite().all(), f"{leaf} must be finite; it holds NaN or infinity.")
+
+
+def _check_alive(spec: EnvSpec, timestep: TimeStep, size: int, device: torch.device) -> None:
+    alive, groups = timestep.extras["alive"], spec.groups or {}
+    require(
+        bool(groups),
+        "extras['alive'] is of groups of agents, and spec.groups is None; leave it out, or give the spec groups.",
+    )
+    require(
+        isinstance(alive, dict) and set(alive) == set(groups),
+        f"extras['alive'] must be a dict with one entry per group, {sorted(groups)}.",
+    )
+    for group, discount in timestep.discount.items():
+        name = f"extras['alive'][{group!r}]"
+        require_tensor(alive[group], lead_of(spec, group, size), torch.bool, device, name)
+        wrong = ~alive[group] & (discount != 0) & (timestep.step_type != FIRST)[:, None]
+        require(
+            not wrong.any(),
+            f"discount[{group!r}] must be 0 where {name} is False, but at FIRST: that agent's part ended; it is not 0 "
+            f"for {wrong.sum()} of {wrong.numel()} agents. make_timestep sets it, of the extras that it is given.",
+        )
 
 
 def _check_observation(spec: EnvSpec, observation: Tree, size: int, device: torch.device) -> None:
@@ -359,16 +382,17 @@ def _check_transition(spec: EnvSpec, was_last: Tensor, count: Tensor, timestep: 
     _check_first(timestep)
     discounts = [d.reshape(d.shape[0], -1) for d in pytree.tree_leaves(timestep.discount)]
     discount = torch.cat(discounts, 1)  # [B, all agents]
-    ended, goes_on = (discount == 0).all(1), (discount == 1).all(1)
+    ended = (discount == 0).all(1)  # of who is still alive too; of the others it is 0 anyway
     require(
         not ((step_type == MID) & ended).any(),
         "step() must return LAST where the discount is 0: the episode terminated.",
     )
-    early = is_last & goes_on if limit is None else is_last & goes_on & (count < limit)
+    cut = is_last & ~ended
+    early = cut if limit is None else cut & (count < limit)
     require(
         spec.truncates_early or not early.any(),
-        f"LAST with discount 1 means truncation, which comes only after spec.max_episode_steps={limit} steps; a "
-        "termination has discount 0, and an environment that truncates by rules of its own has "
+        f"LAST with a discount above 0 means truncation, which comes only after spec.max_episode_steps={limit} steps; "
+        "a termination has discount 0, of every agent, and an environment that truncates by rules of its own has "
         "spec.truncates_early=True.",
     )
     if limit is None:
