@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.actions import mask_by_choice, mask_of
 from torchpod.env import Env, TensorEnv, where
 from torchpod.envs.arguments import at_least, number
 from torchpod.ops.features import one_hot
-from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree, features, width
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete, SpecTree, features, width
 from torchpod.types import ACTION_MASK, FIRST, MID, TimeStep, Tree
 
 _STICKY = 0x57C1
-"""Folded into the keys of a step, for draws that are not the environment's."""
+"""Folded into the keys of a step, for draws that are not the environment's; one more for each transform inside."""
 
 
 class Transform:
@@ -150,12 +151,14 @@ class FrameStack(Transform):
 class StickyAction(Transform):
     """With some probability an action is the last one again, but for the first of an episode.
 
+    Agents stick together, but for those whose action mask forbids the last one: they take the new one.
     Machado et al. 2018, "Revisiting the Arcade Learning Environment" (https://arxiv.org/abs/1709.06009), section 5.2.
     """
 
     def __init__(self, env: Env, probability: float = 0.25) -> None:
         super().__init__(env)
         self.probability = number("probability", probability, 0.0, 1.0)
+        self._word = _STICKY + _num_inside(env, StickyAction)
 
     def start(self, timestep: TimeStep) -> tuple[Tree, TimeStep]:
         """Nothing to repeat yet."""
@@ -165,19 +168,32 @@ class StickyAction(Transform):
             action = _zeros(self.spec.action, (size,), device)
         else:
             action = {g: _zeros(self.spec.action[g], (size, n), device) for g, n in groups.items()}
-        return (action, torch.ones(size, dtype=torch.bool, device=device)), timestep
+        return (action, self._fresh(action, timestep)), timestep
 
     def before(self, own: Tree, action: Tree, keys: Tensor) -> tuple[Tree, Tree]:
         """The action that is taken is the one to be repeated next."""
         last, fresh = own
-        sticks = (random.uniform(random.fold_in(keys, _STICKY), 1)[:, 0] < self.probability) & ~fresh
-        action = where(sticks, last, action)
+        sticks = random.uniform(random.fold_in(keys, self._word), 1)[:, 0] < self.probability
+        if isinstance(fresh, dict):
+            action = {g: where(sticks[:, None] & ~new, last[g], action[g]) for g, new in fresh.items()}
+        else:
+            action = where(sticks & ~fresh, last, action)
         return (action, fresh), action
 
     def after(self, own: Tree, timestep: TimeStep) -> tuple[Tree, TimeStep]:
         """After a reset there is nothing to repeat."""
         first = timestep.step_type == FIRST
-        return (where(first, pytree.tree_map(torch.zeros_like, own[0]), own[0]), first), timestep
+        last = where(first, pytree.tree_map(torch.zeros_like, own[0]), own[0])
+        return (last, self._fresh(last, timestep)), timestep
+
+    def _fresh(self, last: Tree, timestep: TimeStep) -> Tree:
+        """Who may not repeat `last`: bool `[B]`, by group `[B, N]` or `[B, 1]` if there are groups with masks."""
+        first, spec, seen = timestep.step_type == FIRST, self.spec, timestep.observation
+        if spec.groups is None:
+            return first | _forbids(mask_of(seen), last, spec.action)
+        if not _has_mask(spec):
+            return first
+        return {g: first[:, None] | _forbids(mask_of(seen[g]), last[g], spec.action[g]) for g in spec.groups}
 
 
 class RewardClip(Transform):
@@ -258,12 +274,14 @@ class ActionRepeat(Transform):
     """Takes each action several times; rewards add up, and it stops where the episode ends.
 
     For tensor environments; `action_repeat` asks others to do it themselves. `max_episode_steps` counts decisions.
+    Environments with an action mask are refused: it may forbid the action before it was taken so often.
     """
 
     def __init__(self, env: Env, num: int = 4) -> None:
         at_least(1, num=num)
+        _refuse_masks(env)
         super().__init__(env)
-        self.num = num
+        self.num, self._word = num, _num_inside(env, ActionRepeat) << 16
         limit = env.spec.max_episode_steps
         self.spec = dataclasses.replace(env.spec, max_episode_steps=None if limit is None else -(-limit // num))
 
@@ -273,7 +291,7 @@ class ActionRepeat(Transform):
         inner, timestep = self.env.step(inner, action, keys)
         for i in range(1, self.num):
             goes_on = timestep.step_type == MID  # neither the end, nor the reset after one
-            moved, new = self.env.step(inner, action, random.fold_in(keys, i))
+            moved, new = self.env.step(inner, action, random.fold_in(keys, self._word + i))
 
             def add(a: Tensor, b: Tensor) -> Tensor:
                 return a + b
@@ -335,9 +353,10 @@ def action_repeat(env: Env, num: int = 4) -> Env:
     """`ActionRepeat` for tensor environments; EnvPool and Gymnasium repeat in the environments themselves.
 
     Raises:
-      ValueError: for a host environment that cannot.
+      ValueError: for a host environment that cannot, and for any with an action mask.
     """
     at_least(1, num=num)
+    _refuse_masks(env)
     if env.traits.pure:
         return ActionRepeat(env, num)
     if not hasattr(env, "repeated"):
@@ -357,6 +376,36 @@ TRANSFORMS: dict[str, Callable[..., Env]] = {
     "sticky_action": StickyAction,
     "time_limit": time_limit,
 }
+
+
+def _num_inside(env: Env, kind: type[Transform]) -> int:
+    """How many transforms of a kind an environment has: those of one kind must not draw the same words."""
+    num = 0
+    while isinstance(env, Transform):
+        num, env = num + isinstance(env, kind), env.env
+    return num
+
+
+def _has_mask(spec: EnvSpec) -> bool:
+    owners = [spec.observation] if spec.groups is None else spec.observation.values()
+    return any(isinstance(seen, dict) and ACTION_MASK in seen for seen in owners)
+
+
+def _refuse_masks(env: Env) -> None:
+    if _has_mask(env.spec):
+        raise ValueError(
+            f"action_repeat would go on with what the action_mask of {env.spec.name} may forbid meanwhile; leave it "
+            "out, or let the environment repeat actions itself."
+        )
+
+
+def _forbids(mask: Tensor | None, action: Tensor, spec: Any) -> Tensor | bool:
+    """Whether a mask `[..., A]` forbids an action, or one of its choices, of a spec: bool `[...]`."""
+    if mask is None:
+        return False
+    choices = action.unbind(-1) if isinstance(spec, MultiDiscrete) else (action,)
+    pairs = zip(mask_by_choice(mask, spec), choices, strict=True)
+    return ~torch.cat([part.gather(-1, x.long()[..., None]) for part, x in pairs], -1).all(-1)
 
 
 def _map_spec(fn: Callable[[Any], Any], spec: SpecTree) -> SpecTree:

@@ -151,10 +151,10 @@ class CovidEconomy(TensorEnv):
     Observation of a governor, `numbers` `[51, 64]` and `action_mask` `[51, 11]`: which state it is (51); susceptible,
     infected, recovered or vaccinated, dead, vaccinated, unemployed (by population); output (by that of good times);
     the level that acts on tomorrow's infections, its own level (by 10); then what all know: days until the planner
-    decides (by 90), level of subsidy (by 20), days until vaccines come (by their interval, at most 1), day (by 540),
-    and with `observe_rate` doses a day and person, 0 before the first delivery. Observation of the planner,
-    `numbers` `[1, 463]` and `action_mask` `[1, 21]`: those nine numbers of a state, each of all 51 states, and what all
-    know.
+    decides (by 90), level of subsidy (by 20), days from tomorrow until vaccines come (by their interval, at most 1:
+    0 on the eve of the first delivery, 1 on that of a later one, which counts to the next), day (by 540), and with
+    `observe_rate` doses a day and person, 0 before the first delivery. Observation of the planner, `numbers` `[1, 463]`
+    and `action_mask` `[1, 21]`: those nine numbers of a state, each of all 51 states, and what all know.
 
     Reports of an episode, all for the country: as metrics `episode_infected`, `episode_recovered`, `episode_deaths` and
     `episode_vaccinated`, people at its end; as means over its days `episode_unemployment`, share of the people;
@@ -170,12 +170,12 @@ class CovidEconomy(TensorEnv):
       cooldown: days from one change of a level to the next.
       subsidy_interval: days from one decision of the planner to the next.
       vaccine_day: when vaccination begins; 296 is 2021-01-12.
-      vaccine_interval: days from one delivery of vaccines to the next.
+      vaccine_interval: days from one delivery of vaccines to the next, which come on its multiples.
       vaccines_per_million: doses a day per million people; one dose makes immune.
       observe_rate: whether everybody is told how many doses there are.
       governor_health_priority: factor of the odds of health against economy, as inferred from what each state did.
       planner_health_priority: factor of the odds of health against economy, of the planner.
-      risk_aversion: the eta of the isoelastic utility of production.
+      risk_aversion: the eta of the isoelastic utility of production, at most 10.
       reward_normalization_factor: what all rewards are divided by.
       spread_scale: factor of the rate of infection without measures.
       response_scale: factor of how much a level lowers that rate.
@@ -215,7 +215,8 @@ class CovidEconomy(TensorEnv):
         self.max_episode_steps, self.terminal = max_episode_steps, terminal
         self.enforce_masks, self.cooldown = enforce_masks, cooldown
         self.subsidy_interval, self.vaccine_day, self.vaccine_interval = subsidy_interval, vaccine_day, vaccine_interval
-        self.risk_aversion = number("risk_aversion", risk_aversion, 0.0, 100.0)
+        self.first_delivery = -(-max(vaccine_day, 1) // vaccine_interval) * vaccine_interval
+        self.risk_aversion = number("risk_aversion", risk_aversion, 0.0, 10.0)
         self.reward_divisor = number("reward_normalization_factor", reward_normalization_factor, 1e-6, 1e6)
         self.randomise = number("randomise", randomise, 0.0, 1.0)
         scales = {
@@ -339,17 +340,17 @@ class CovidEconomy(TensorEnv):
         levels = [x.float() / NUM_LEVELS for x in (_lagged(state), level_of(state))]
         own = torch.stack([*people, state.unemployed, state.output, *levels], 1)  # [B, 9, N]
         tomorrow = day + 1
-        soon = ((self.vaccine_day - tomorrow) / self.vaccine_interval).clamp(max=1)
+        soon = ((self.first_delivery - tomorrow) / self.vaccine_interval).clamp(max=1)
         later = 1 - (tomorrow % self.vaccine_interval) / self.vaccine_interval
         since = day % self.subsidy_interval
         common = [
             (self.subsidy_interval - since) / self.subsidy_interval,
             state.subsidy / NUM_SUBSIDIES,
-            torch.where(tomorrow <= self.vaccine_day, soon, later),
+            torch.where(tomorrow <= self.first_delivery, soon, later),
             day / self.max_episode_steps,
         ]
         if self.observed_rate is not None:
-            common.append(torch.where(tomorrow <= self.vaccine_day, 0.0, self.observed_rate))
+            common.append(torch.where(tomorrow <= self.first_delivery, 0.0, self.observed_rate))
         common = torch.stack(common, -1)  # [B, 4 or 5]
         size, n = own.shape[0], own.shape[2]
         which = torch.eye(n, device=device).expand(size, -1, -1)
@@ -382,8 +383,10 @@ class CovidEconomy(TensorEnv):
           welfare: of those who are concerned.
         """
         output = output.clamp(0.1, 3.0)
-        eta = self.risk_aversion
-        utility = output.log() if eta == 1 else (output ** (1 - eta) - 1) / (1 - eta)
+        power = 1 - self.risk_aversion
+        utility = output.log()
+        if power != 0:  # output ** power - 1 has no digits left where the power is almost 0
+            utility = (power * utility).expm1() / power
         economy = (1 + utility) / 365
         w = welfare
         return (health - w.health_low) / w.health_width, (economy - w.economy_low) / w.economy_width

@@ -12,7 +12,7 @@ from torchpod import random
 from torchpod.actions import random_action
 from torchpod.config import ConfigError, load
 from torchpod.env import HostEnv, TensorEnv
-from torchpod.envs import CartPole, Catch, TagContinuous
+from torchpod.envs import CartPole, Catch, CovidEconomy, TagContinuous
 from torchpod.envs.transforms import (
     TRANSFORMS,
     ActionRepeat,
@@ -38,8 +38,9 @@ B = 6
 class Diary(TensorEnv):
     """Shows the number of the step, the last action and a mask; rewards 2 * action; ends with probability 0.1."""
 
-    def __init__(self):
-        observation = {"step": Discrete(30), "action": Array((2,)), "action_mask": Array((5,), torch.bool)}
+    def __init__(self, masked=True):
+        self.masked, observation = masked, {"step": Discrete(30), "action": Array((2,))}
+        observation |= {"action_mask": Array((5,), torch.bool)} if masked else {}
         self.spec = EnvSpec("diary", observation, Discrete(5), max_episode_steps=20)
 
     def reset(self, keys):
@@ -50,8 +51,48 @@ class Diary(TensorEnv):
         return state, 2 * action.float(), random.uniform(keys, 2)[:, 1] < 0.1
 
     def observe(self, state):
+        seen = {"step": state[:, 0], "action": state.float()}
         mask = torch.ones(state.shape[0], 5, dtype=torch.bool, device=state.device)
-        return {"step": state[:, 0], "action": state.float(), "action_mask": mask}
+        return seen | {"action_mask": mask} if self.masked else seen
+
+
+class Tired(TensorEnv):
+    """Shows the last action; of each of its choices an odd one may not be taken again at once."""
+
+    def __init__(self, action):
+        self.nvec = getattr(action, "nvec", (getattr(action, "num_values", 0),))
+        observation = {"taken": Array((len(self.nvec),)), "action_mask": Array((sum(self.nvec),), torch.bool)}
+        self.spec = EnvSpec("tired", observation, action, max_episode_steps=20)
+
+    def reset(self, keys):
+        return torch.zeros(keys.shape[0], len(self.nvec), dtype=torch.int64, device=keys.device)
+
+    def transition(self, state, action, keys):
+        none = torch.zeros(len(state), device=keys.device)
+        return action.reshape(state.shape), none, none > 0
+
+    def observe(self, state):
+        masks = [
+            (torch.arange(n) != x[:, None]) | (x[:, None] % 2 == 0) for n, x in zip(self.nvec, state.T, strict=True)
+        ]
+        return {"taken": state.float(), "action_mask": torch.cat(masks, -1)}
+
+
+class Keys(TensorEnv):
+    """Keeps the keys of all of its steps."""
+
+    def __init__(self):
+        self.spec, self.seen = EnvSpec("keys", Array(()), Discrete(2)), []
+
+    def reset(self, keys):
+        return torch.zeros(keys.shape[0])
+
+    def transition(self, state, action, keys):
+        self.seen.append(keys)
+        return action.float(), torch.zeros(len(state)), torch.zeros(len(state)) > 0
+
+    def observe(self, state):
+        return state
 
 
 class Apart(HostEnv):
@@ -116,7 +157,7 @@ MAKERS = {
     + [pytest.param(name, True, marks=pytest.mark.slow) for name in MAKERS if name != "frame_stack"],
 )
 def test_a_transform_keeps_the_contract(name, compile):
-    check_env(MAKERS[name](Diary()), compile=compile)
+    check_env(MAKERS[name](Diary(masked=name not in ("action_repeat", "all"))), compile=compile)
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in ("action_repeat", "time_limit", "all")])
@@ -172,6 +213,79 @@ def test_an_action_sticks_as_often_as_it_should_and_never_at_the_start(seed):
     assert abs(stuck / (stuck + free) - 0.3) < 0.05
 
 
+@pytest.mark.parametrize("action", [Discrete(4), MultiDiscrete((4, 3))])
+@pytest.mark.parametrize("wrap", [lambda env: env, HostEnv])
+def test_an_action_sticks_only_where_the_mask_allows_it(action, wrap, seed):
+    env, keys = StickyAction(wrap(Tired(action)), 0.5), random.split(random.key(seed), 200)
+    state, timestep = env.init(random.at(keys, 0))
+    stuck, free, forbidden = 0, 0, 0
+    for t in range(1, 60):
+        before = timestep
+        chosen = random_action(env.spec, before.observation, random.at(random.fold_in(keys, 9), t))
+        state, timestep = env.step(state, chosen, random.at(keys, t))
+        chosen, old = chosen.reshape(200, -1), before.observation["taken"].long()
+        taken, moved = timestep.observation["taken"].long(), (before.step_type == MID) & (timestep.step_type == MID)
+        may_stick = moved & (old % 2 == 0).all(-1)
+        assert torch.equal(taken[moved & ~may_stick], chosen[moved & ~may_stick])
+        differ = may_stick & (chosen != old).any(-1)
+        assert torch.where((taken == old).all(-1)[:, None], old, chosen)[differ].equal(taken[differ])
+        stuck, free = stuck + int((taken == old).all(-1)[differ].sum()), free + int(differ.sum())
+        forbidden += int((moved & ~may_stick).sum())
+    assert abs(stuck / free - 0.5) < 0.05 and free > 1000 and forbidden > 1000
+
+
+def test_each_agent_of_a_group_sticks_only_where_its_mask_allows_it(seed):
+    """Governors that set a level must wait, and only 0 is allowed; who waits may do 0 again."""
+    env, keys = StickyAction(CovidEconomy(cooldown=3, subsidy_interval=2), 0.5), random.split(random.key(seed), 8)
+    state, timestep = env.init(random.at(keys, 0))
+    stuck = {g: [] for g in env.spec.action}
+    for t in range(1, 40):
+        seen, (_, (last, _)) = timestep.observation, state
+        chosen = random_action(env.spec, seen, random.at(random.fold_in(keys, 9), t))
+        state, timestep = env.step(state, chosen, random.at(keys, t))
+        for g, taken in state[1][0].items():
+            allows = seen[g]["action_mask"].gather
+            assert allows(-1, taken[..., None]).all()
+            kept, differ = allows(-1, last[g][..., None])[..., 0], last[g] != chosen[g]
+            assert torch.equal(taken[~kept], chosen[g][~kept])
+            stuck[g].append((taken == last[g])[kept & differ & (t > 1)])
+    shares = {g: torch.cat(x).float().mean() for g, x in stuck.items()}
+    assert abs(shares["governor"] - 0.5) < 0.1 and abs(shares["planner"] - 0.5) < 0.2
+
+
+def test_actions_stick_by_words_of_their_own_in_each_of_two_transforms(seed):
+    keys, word = random.split(random.key(seed), 20_000), 0x57C1
+
+    def stuck(env):
+        state, _ = env.init(random.at(keys, 0))
+        for t, action in enumerate((torch.zeros, torch.ones), 1):
+            state, timestep = env.step(state, action(len(keys), dtype=torch.int64), random.at(keys, t))
+        return timestep.observation == 0
+
+    def drawn(word):
+        return random.uniform(random.fold_in(random.at(keys, 2), word), 1)[:, 0] < 0.25
+
+    once, twice = StickyAction(Keys()), StickyAction(RewardClip(StickyAction(Keys())))
+    assert torch.equal(stuck(once), drawn(word))
+    assert torch.equal(stuck(twice), drawn(word) | drawn(word + 1))
+    assert abs(stuck(twice).float().mean() - (1 - 0.75**2)) < 0.02
+
+
+def test_each_of_the_steps_of_repeats_of_repeats_has_keys_of_its_own(seed):
+    inside, keys = Keys(), random.at(random.split(random.key(seed), 1), 1)
+    env = ActionRepeat(RewardClip(ActionRepeat(ActionRepeat(inside, 2), 3)), 4)
+    state, _ = env.init(keys)
+    inside.seen.clear()
+    env.step(state, torch.zeros(1, dtype=torch.int64), keys)
+    assert len(inside.seen) == len({tuple(x[0].tolist()) for x in inside.seen}) == 24
+
+
+@pytest.mark.parametrize("env", [Diary(), FrameStack(OneHot(Diary())), HostEnv(Diary()), CovidEconomy()])
+def test_actions_that_a_mask_may_forbid_are_not_repeated(env):
+    with pytest.raises(ValueError, match=rf"action_mask of {env.spec.name} may forbid meanwhile; leave it out, or let"):
+        action_repeat(env, 2)
+
+
 def test_a_copy_has_an_environment_of_its_own():
     one = FrameStack(RewardClip(HostEnv(CartPole())), 3)
     other = copy.copy(one)
@@ -225,7 +339,7 @@ def test_a_flat_observation_holds_everything_but_the_mask(seed):
 
 def test_repeating_an_action_is_taking_it_several_times(seed):
     """Step by step in single environments, until the episode ends."""
-    env, keys = Diary(), random.split(random.key(seed), B)
+    env, keys = Diary(masked=False), random.split(random.key(seed), B)
     seen, actions = play(ActionRepeat(env, 3), 40, seed)
     for i in range(B):
         state, timestep = env.init(random.at(keys[i : i + 1], 0))
@@ -246,7 +360,7 @@ def test_repeating_an_action_is_taking_it_several_times(seed):
 
 @pytest.mark.parametrize("wrap", [lambda env: time_limit(env, 4), lambda env: time_limit(chain(env), 2)])
 def test_a_time_limit_truncates_and_does_not_terminate(wrap, seed):
-    env = wrap(Diary())
+    env = wrap(Diary(masked=False))
     seen, _ = play(env, 40, seed)
     count = torch.zeros(B)
     for timestep in seen[1:]:
@@ -375,7 +489,7 @@ def test_transforms_that_are_no_list_are_refused():
 
 def test_what_a_host_environment_cannot_do_is_said():
     with pytest.raises(ValueError, match="action_repeat cannot hold single environments of diary back"):
-        action_repeat(HostEnv(Diary()), 2)
+        action_repeat(HostEnv(Diary(masked=False)), 2)
     with pytest.raises(ValueError, match="time_limit cannot shorten diary; give it a limit of its own"):
         time_limit(HostEnv(Diary()), 2)
 

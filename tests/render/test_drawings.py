@@ -1,5 +1,6 @@
 """Every tensor environment gives frames of the declared size that change with its state; users' own get the default."""
 
+import math
 import sys
 
 import numpy as np
@@ -107,6 +108,7 @@ def test_each_row_of_a_batch_has_its_frame():
 def test_the_caption_says_where_in_the_episode_it_is():
     assert describe(3, 1.0, 2.5) == ("step 3", "reward 1", "return 2.50")
     assert describe(0, 0.0, -0.001) == ("step 0", "reward 0", "return -0.001")
+    assert describe(1, math.nan, -math.inf) == ("step 1", "reward nan", "return -inf")
     env = Catch()
     state, timestep = env.init(random.key(0)[None])
     without, with_ = (render(env, state, timestep, caption=c) for c in ((), describe(1, 2, 3)))

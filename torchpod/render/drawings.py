@@ -8,6 +8,7 @@ Give your own environment a drawing where you define it:
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -135,6 +136,6 @@ def describe(step: int, reward: float, total: float) -> tuple[str, str, str]:
 
 
 def _short(number: float) -> str:
-    if number == round(number) and abs(number) < 1e6:
+    if not math.isfinite(number) or number == round(number) and abs(number) < 1e6:
         return f"{number:g}"
     return f"{number:.2f}" if abs(number) >= 0.01 else f"{number:.1g}"

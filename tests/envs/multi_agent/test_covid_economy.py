@@ -1,6 +1,7 @@
 """An oracle in NumPy float64 tells what should happen: people, dollars, the whole past summed anew each day."""
 
 import csv
+import itertools
 import math
 from pathlib import Path
 
@@ -141,7 +142,8 @@ class Oracle:
         people = np.stack([self.S, self.I, self.R, self.D, self.V, self.U]) / self.pop
         levels = np.stack([self.level(self.t - 28), self.level(self.t)]) / 10
         own = np.concatenate([people, self.post[None] / self.pmax, levels])  # [9, N]
-        tomorrow, first, dt = self.t + 1, self.t_v, self.dt_v
+        tomorrow, dt = self.t + 1, self.dt_v
+        first = next(t for t in itertools.count(1) if t >= self.t_v and t % dt == 0)
         vaccine = min(1, (first - tomorrow) / dt) if tomorrow <= first else 1 - tomorrow % dt / dt
         common = [(self.dt_s - self.t % self.dt_s) / self.dt_s, self.sigma / 20, vaccine, self.t / self.T]
         common += [self.vpm / 1e6 if tomorrow > first else 0.0] * self.rate
@@ -215,6 +217,7 @@ def test_an_episode_in_which_masks_are_not_enforced_equals_the_oracle(compiled):
     [
         {"vaccine_day": 30, "vaccine_interval": 7, "vaccines_per_million": 8000, "risk_aversion": 1},
         {"vaccine_day": 50, "observe_rate": True, "reward_normalization_factor": 4},
+        {"vaccine_day": 0, "vaccine_interval": 9, "vaccines_per_million": 9000, "observe_rate": True},
         {"cooldown": 10, "subsidy_interval": 13, "governor_health_priority": 1, "planner_health_priority": 2.5},
         {"spread_scale": 1.5, "response_scale": 0.8, "unemployment_scale": 1.7, "risk_aversion": 0.5},
     ],
@@ -274,6 +277,34 @@ def test_golden_values(level, subsidy, first, dead, total):
             np.testing.assert_allclose([governor[CALIFORNIA], *mean], GOLDEN[t][6:], rtol=0, atol=2e-6)
     assert 0.02 * float((state[0].removed[0] * pop).sum()) == pytest.approx(dead, rel=1e-6)
     np.testing.assert_allclose(totals, total, rtol=0, atol=1e-4)
+
+
+def test_everybody_waits_for_the_day_on_which_vaccines_come_first():
+    """Of the multiples of 7 the first that is not before day 30."""
+    env, keys = CovidEconomy(vaccine_day=30, vaccine_interval=7, observe_rate=True), random.key(0)[None]
+    state, timestep = env.init(keys)
+    vaccinated, wait, rate = [], [], []
+    for _ in range(45):
+        vaccinated.append(float(state[0].vaccinated.sum()))
+        wait.append(7 * float(timestep.observation["planner"]["numbers"][0, 0, -3]))
+        rate.append(float(timestep.observation["governor"]["numbers"][0, 3, -1]))
+        action = {"governor": torch.zeros(1, N).long(), "planner": torch.zeros(1, 1).long()}
+        state, timestep = env.step(state, action, keys)
+    assert vaccinated[34] == 0 < vaccinated[35] == vaccinated[41] < vaccinated[42]
+    np.testing.assert_allclose(wait, [7] * 28 + [6, 5, 4, 3, 2, 1, 0] + [6, 5, 4, 3, 2, 1, 7] + [6, 5, 4], atol=1e-5)
+    np.testing.assert_allclose(rate, [0] * 35 + [0.003] * 10)
+
+
+@pytest.mark.parametrize("eta", [0, 0.5, 1 - 1e-6, 1, 1 + 1e-6, 1 + 1e-12, 2, 5, 10])
+def test_utility_keeps_its_digits_whatever_the_risk_aversion(eta):
+    """`(f ** p - 1) / p` is the series of p at 0; an own float64 sum where that needs no more than two terms."""
+    env, f = CovidEconomy(risk_aversion=eta), np.array([0.01, 0.1, 0.5, 0.999, 1, 1.5, 3, 4], np.float32)
+    health, economy = env.indices(torch.zeros(len(f)), torch.from_numpy(f), env.planner._replace(economy_low=0.0))
+    seen = 365 * env.planner.economy_width * economy.double().numpy() - 1
+    log, p = np.log(f.clip(0.1, 3).astype(np.float64)), 1 - eta
+    expected = log + p * log**2 / 2 if abs(p) < 1e-5 else (np.exp(p * log) - 1) / p
+    np.testing.assert_allclose(seen, expected, rtol=4e-6, atol=4e-7)
+    assert health.isfinite().all()
 
 
 def test_constants_that_follow_from_the_data():
@@ -359,6 +390,7 @@ def test_randomised_environments_differ_and_each_equals_its_oracle():
         ({"terminal": 0}, "terminal=0"),
         ({"randomise": 1.5}, "randomise=1.5"),
         ({"risk_aversion": -1.0}, "risk_aversion=-1"),
+        ({"risk_aversion": 10.1}, "risk_aversion=10.1 is wrong; use a number from 0 to 10"),
         ({"reward_normalization_factor": 0.0}, "reward_normalization_factor=0"),
         ({"spread_scale": "a"}, "spread_scale='a'"),
     ],
