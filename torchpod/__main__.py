@@ -2,8 +2,12 @@
 
 import contextlib
 import gc
+import os
+import signal
 import sys
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 
 def main() -> int:
@@ -14,7 +18,8 @@ def main() -> int:
     """
     gc.disable()
     try:
-        from torchpod.main import main as run
+        with _interruptible():
+            from torchpod.main import main as run
     finally:
         gc.freeze()
         gc.enable()
@@ -28,6 +33,26 @@ def main() -> int:
             sys.stderr.flush()
         end_process(status)
     return status
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process: C code that imports NumPy would drop the exception, and go on with half of it."""
+
+    def stop(*_: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, b"torchpod: stopped\n")
+        os._exit(130)
+
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def _make_bare(config: dict[str, Any]) -> Env:
             case "TorchRL":
                 env.close(raise_if_closed=False)
                 env = TorchRL(functools.partial(maker, **arguments))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         own = {k: v for k, v in arguments.items() if k not in parameters or v != parameters[k].default}
         raise ConfigError(f"env={config['name']} cannot be made with {own}: {told}") from error
@@ -164,7 +164,7 @@ def make_agent(config: AlgoConfig, spec: EnvSpec, members: Mapping[str, Any] | N
             return agent_class(spec, agent_config)
         except ValueError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"algo={config.name} cannot be made for {spec.name}: {sentence(error)} "
                 "TORCHPOD_TRACEBACK=1 shows where."
@@ -223,14 +223,17 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     if not path.endswith(".py"):
         raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
     if not Path(path).is_file():
-        raise ConfigError(f"{group}={name}: there is no file {path}; give PATH.py:{attribute} with where it is now.")
+        raise ConfigError(
+            f"{group}={name}: there is no file {path}; give PATH.py:{attribute} with where it is now; a command "
+            "that takes a run reads it from the config.yaml there."
+        )
     spec = importlib.util.spec_from_file_location(f"_torchpod_{group}_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{group}={name}: {path} cannot be imported: {sentence(error)} TORCHPOD_TRACEBACK=1 shows where."
         ) from error

@@ -29,6 +29,7 @@ from torchpod.config import ConfigError, load
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent
+from torchpod.replay.segments import Segments
 from torchpod.run.execute import Run, execute
 from torchpod.run.training import NonFiniteErrorInRun
 
@@ -557,18 +558,17 @@ class TestPopulation:
             assert alone.keys() == member.keys()
             assert [name for name, x in alone.items() if not torch.equal(x, member[name])] == []
 
-    def test_a_checkpoint_without_its_replay_cannot_go_on(self, tmp_path: Path):
+    def test_a_checkpoint_without_its_replay_cannot_go_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(Segments, "save", lambda *_: b"{}")
         own = ["algo=dqn", "env=cartpole", "compile=false", "logger.console=false", "evaluation.episodes=2"]
         own += ["num_envs=8", "algo.unroll_length=4", "algo.replay.capacity=2000", "algo.replay.min_size=200"]
         execute(load([*own, "total_env_steps=800", f"run_dir={tmp_path}/a"]))
-        folder = checkpoint.latest(tmp_path / "a")
-        meta = json.loads((folder / "meta.json").read_text())
-        del meta["files"]["replay-0.json"]
-        (folder / "meta.json").write_text(json.dumps(meta))
         with pytest.raises(CheckpointError, match=r"lists no replay from iteration 0 on, .*; torchpod eval takes it\."):
             execute(load([f"resume={tmp_path}/a", "total_env_steps=1600"]))
 
-    def test_the_folder_of_all_is_evaluated_member_by_member_and_goes_on(self, tmp_path: Path):
+    def test_the_folder_of_all_is_evaluated_member_by_member_and_goes_on(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
         run(tmp_path / "p", *self.SETTINGS, f"total_env_steps={2 * ITERATION}")
         lines = [json.loads(line) for line in eval_run(tmp_path / "p", episodes=3).splitlines()]
         assert [(line["member"], line["episodes"]) for line in lines] == [(0, 3), (1, 3)]
@@ -577,6 +577,11 @@ class TestPopulation:
         newest = [checkpoint.latest(tmp_path / "p" / "members" / str(p)).name for p in range(2)]
         assert newest == [f"{5:010d}", f"{3:010d}"]  # the first has gone on by itself, and is left alone
         assert len(rows(tmp_path / "p" / "members" / "1")) == 3
+        before = (tmp_path / "p" / "members" / "0" / "metrics.jsonl").read_bytes()
+        execute(load([f"resume={tmp_path / 'p'}", f"total_env_steps={6 * ITERATION}"]))  # also if it has less
+        assert "members/0 has gone on by itself, and is left as it is." in capsys.readouterr().out
+        assert (tmp_path / "p" / "members" / "0" / "metrics.jsonl").read_bytes() == before
+        assert checkpoint.latest(tmp_path / "p" / "members" / "1").name == f"{6:010d}"
 
     def test_a_member_setting_that_does_not_exist_or_fit_is_refused(self, tmp_path: Path):
         for override, message in (

@@ -72,7 +72,7 @@ def _contract(what: str, when: str) -> Iterator[None]:
         yield
     except ContractError as error:
         raise ConfigError(f"{what} breaks the contract: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, HostError) and error.__cause__ is None:  # it hangs
             raise
         cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error

@@ -184,16 +184,23 @@ def _start(job: _Job, loop: Anakin | Sebulba) -> _Beginning | Run:
     if not state.learner.healthy.any():
         raise CheckpointError(f"{source} cannot go on: a gradient was not finite, and it stopped learning there.")
     steps = config.num_envs * config.algo.unroll_length
-    if iteration >= loop.num_iterations and (source / "summary.json").is_file():
+    if iteration >= loop.num_iterations and (summary := _summary(source)) is not None:
         if ranks.rank == 0:
             print(f"{source} is finished; to go on, give more than total_env_steps={iteration * steps:_}.")
-        summary = json.loads((source / "summary.json").read_text())
         return Run(source, summary, loop.agent, loop.learner.acting(state.learner, state.iteration))
     if isinstance(loop, Sebulba):
         state = loop.resume(state, first)
         if not loop.restartable and ranks.rank == 0:
             print(f"{config.env['name']} is in no checkpoint: its environments begin new episodes.")
     return _Beginning(state, iteration, meta["wall_s"])
+
+
+def _summary(run_dir: Path) -> dict[str, Any] | None:
+    """What summary.json holds; None if it is missing or damaged: then the run is evaluated again."""
+    try:
+        return json.loads((run_dir / "summary.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _segments(loop: Anakin | Sebulba, run_dir: Path, source: Path | None, iteration: int) -> Segments | None:

@@ -78,9 +78,7 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
     for key in config.given:
         *path, name = names.get(key, key).split(".")
         old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
-        moved = (
-            key in ("algo", "env") and Path(str(old.get(name))).name == Path(str(new.get(name))).name
-        )  # a file of the user's
+        moved = key in ("algo", "env") and _moved(str(old.get(name)), str(new.get(name)))
         if moved or ".".join([*path, name]) in MAY_CHANGE or [*path, name][0] in MAY_CHANGE:
             old[name] = new[name]
         elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
@@ -89,6 +87,13 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
                 "or start a new run."
             )
     return replace(from_dict(settings), run_dir=str(source), resume=None)
+
+
+def _moved(old: str, new: str) -> bool:
+    """Whether a class of the user's, `path.py:Class`, is the same one in another place."""
+    (before, _, kind), (now, _, other) = old.rpartition(":"), new.rpartition(":")
+    same_file = Path(before).name == Path(now).name or (before.endswith(".py") and not Path(before).is_file())
+    return kind == other and same_file
 
 
 def _goes_on(config: TrainConfig) -> bool:
@@ -104,10 +109,14 @@ def read_config(run_dir: Path) -> TrainConfig:
     """
     path = run_dir / "config.yaml"
     try:
-        return from_dict(yaml.safe_load(path.read_text()))
+        settings = yaml.safe_load(path.read_text())
+        config = from_dict(settings) if isinstance(settings, dict) else None
+        if config is None or "name" not in config.env:
+            raise TypeError("it holds no settings of a run")
+        return config
     except FileNotFoundError as error:
         raise CheckpointError(f"{run_dir} is no run folder: there is no {path.name} in it.") from error
-    except (OSError, yaml.YAMLError, ConfigError, TypeError) as error:
+    except (OSError, UnicodeError, yaml.YAMLError, ConfigError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{run_dir} is no run folder: {path.name} is not ours ({str(error).splitlines()[0]})."
         ) from error
@@ -159,7 +168,7 @@ def _create_run_dir(config: TrainConfig) -> Path:
                 return path
             now += datetime.timedelta(seconds=1)
     path = Path(config.run_dir)
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise ConfigError(f"run_dir={path} is a file; name a folder, or leave it out.")
     metrics = path / METRICS_FILE
     # What has no checkpoint cannot be resumed: then `resume=auto` begins again in the same folder.
@@ -206,5 +215,8 @@ def write_text(path: Path, text: str) -> None:
     """Writes a small file atomically."""
     partial = path.with_name(f".partial-{path.name}")
     with checkpoint.writing(path):
-        partial.write_text(text)
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or the name may be on the disk before what it names
         os.replace(partial, path)

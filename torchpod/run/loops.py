@@ -11,7 +11,7 @@ from torchpod import anakin, sebulba
 from torchpod.agent import Agent
 from torchpod.anakin import Anakin, RunState
 from torchpod.compile import Compiler
-from torchpod.config import ConfigError, TrainConfig
+from torchpod.config import ConfigError, TrainConfig, without_replay
 from torchpod.distributed import Ranks
 from torchpod.env import Env
 from torchpod.sebulba import Sebulba, devices_of
@@ -20,7 +20,14 @@ from torchpod.sebulba import Sebulba, devices_of
 def make_loop(
     config: TrainConfig, env: Env, make: Callable[[], Agent], ranks: Ranks, device: torch.device
 ) -> Anakin | Sebulba:
-    """The program of a run."""
+    """The program of a run.
+
+    Raises:
+      ConfigError: if settings of replay were given, and the agent, one of a user's, has none.
+    """
+    # Only an agent that is made can say it; those whose settings are in configs/ have refused it in `load`.
+    if (told := without_replay(f"algo={config.algo.name}", config.given)) and not make().replayed:
+        raise ConfigError(told)
     settings: dict[str, Any] = {
         "num_envs": ranks.share(config.num_envs, "num_envs"),
         "unroll_length": config.algo.unroll_length,

@@ -21,6 +21,9 @@ from torchpod.replay.segments import Segments
 from torchpod.run.folder import write_text
 from torchpod.run.keeper import save_state
 
+_OURS = "written_by_population"
+"""In what a checkpoint says of itself: its member has not gone on by itself."""
+
 
 def apply_members(state: RunState, config: TrainConfig) -> RunState:
     """Puts the per-member values of `members` into hyperparameters and learning rates."""
@@ -61,8 +64,9 @@ def write_members(
     rows = read_metrics(run_dir)
     for p in range(config.population):
         folder = run_dir / "members" / str(p)
-        if any(int(path.name) > int(state.iteration[p]) for path in checkpoint.all_of(folder)):
-            continue  # it has gone on by itself
+        if checkpoint.all_of(folder) and _OURS not in checkpoint.read_meta(checkpoint.latest(folder)):
+            print(f"{folder} has gone on by itself, and is left as it is.")
+            continue
         with checkpoint.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         member = replace(
@@ -76,7 +80,7 @@ def write_members(
         )
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
         segments = None if replay is None else Segments(replay, folder, 0, config.num_iterations, member=p)
-        save_state(folder, agent, one, {"wall_s": wall_s}, Ranks(), config.checkpoint.keep, segments)
+        save_state(folder, agent, one, {"wall_s": wall_s, _OURS: True}, Ranks(), config.checkpoint.keep, segments)
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
         own["healthy"] = bool(state.learner.healthy[p])
