@@ -29,7 +29,7 @@ def test_an_interrupt_while_it_is_imported_stops_it_in_one_line(seconds, tmp_pat
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     if still_there and process.returncode == -signal.SIGINT:
-        assert "torchpod/__main__" not in error  # Python itself was not there yet
+        assert "torchpod/main.py" not in error  # Python itself was not there yet
     elif still_there and process.returncode:
         assert (error, process.returncode) == ("torchpod: stopped\n", 130)
 

@@ -3,7 +3,10 @@
 import dataclasses
 import importlib.util
 import inspect
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torchrl.objectives
@@ -161,6 +164,24 @@ def test_bounds_that_an_agent_in_a_file_declares_are_kept(override: str, message
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "signature"),
+    [
+        ("act", "act(self, timestep, state, keys, explore=True)"),
+        ("prepare", "prepare(self, trajectory, keys)"),
+        ("loss", "loss(self, batch, keys, target)"),
+    ],
+)
+def test_an_agent_in_a_file_without_a_method_is_told_which_to_define(name: str, signature: str, tmp_path: Path):
+    (tmp_path / "bare.py").write_text(
+        "from torchpod.agent import Agent\nfrom torchpod.algos.ppo import PPO, PPOConfig\n\n\n"
+        f"class Bare(PPO):\n    {name} = Agent.{name}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        execute(load([f"algo={tmp_path}/bare.py:Bare", *TINY, f"run_dir={tmp_path}/run"]))
+    assert f"Bare must define {signature}." in str(error.value)
+
+
 def test_a_file_beside_another_of_the_same_name_is_not_mistaken_for_it(tmp_path: Path):
     for folder, limit in (("a", 3), ("b", 4)):
         (tmp_path / folder).mkdir()
@@ -168,6 +189,32 @@ def test_a_file_beside_another_of_the_same_name_is_not_mistaken_for_it(tmp_path:
         (tmp_path / folder / "random.py").write_text(text)  # a name of the standard library, too
     made = [make_env(f"{tmp_path / folder / 'random.py'}:MyEnv") for folder in ("a", "b")]
     assert [env.spec.max_episode_steps for env in made] == [3, 4]
+
+
+@pytest.mark.parametrize("group", ["loss", "experiment"])
+def test_a_group_that_may_be_null_is_as_if_left_out(group: str):
+    assert load(["algo=ppo", f"{group}=null"]).to_dict() == load().to_dict()
+
+
+def test_every_member_has_a_seed_that_a_command_can_name():
+    assert load([f"seed={2**63 - 2}", "population=2"]).seed == 2**63 - 2
+    assert refused([f"seed={2**63 - 1}", "population=2"]) == (
+        "seed=9223372036854775807 must be at most 2^63 - 2: each of population=2 members has a seed that is one more "
+        "than the last."
+    )
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, "None"), ([1, 2], r"\[1, 2\]"), (3, "3")])
+def test_overrides_that_are_no_texts_are_refused(value: Any, shown: str):
+    with pytest.raises(ConfigError, match=f"overrides={shown} is no list of texts; write e.g. .*, or leave it out."):
+        load(value)
+
+
+def test_a_text_is_read_as_the_error_says_it_is_to_be_quoted():
+    for text in ("a=b", "a(b)", "it's", 'a"b', "1234"):
+        told = refused([f"run_dir={text}"])
+        (shown,) = shlex.split(re.sub(r".*?(run_dir='.*')( for a text)?\.$", r"\1", told))
+        assert load([shown]).run_dir == text
 
 
 def refused(overrides: list[str]) -> str:
@@ -213,7 +260,8 @@ def refused(overrides: list[str]) -> str:
         ("num_envs=0", "num_envs=0 must be at least 1."),
         ("total_env_steps=-1", "total_env_steps=-1 must be at least 1."),
         ("population=0", "population=0 must be at least 1."),
-        ("threads=0", "threads=0 must be at least 1."),
+        ("threads=0", "threads=0 must lie from 1 to 1024."),
+        ("threads=100000", "threads=100000 must lie from 1 to 1024."),
         ("algo.unroll_length=0", "algo.unroll_length=0 must be at least 1."),
         ("algo.learner.num_minibatches=0", "algo.learner.num_minibatches=0 must be at least 1."),
         (
@@ -254,9 +302,43 @@ def refused(overrides: list[str]) -> str:
         ("algo.learner.schedules={clip:1}", "algo.learner.schedules={'clip': 1}: expected names, each with a list, "),
         ("total_env_steps=99999999999999999", "total_env_steps=99999999999999999 must be at most 2^53."),
         ("num_envs", "num_envs is no override; write KEY=VALUE, e.g. num_envs=1024."),
-        ("num_envs=[1", "the configuration cannot be composed: "),
+        (
+            "num_envs=[1",
+            "num_envs=[1 cannot be read; write a list as num_envs=[1,2], names and values as num_envs={a:1",
+        ),
+        (
+            "run_dir=a=b",
+            """run_dir=a=b cannot be read; quote a text twice, for the shell and for torchpod: run_dir='"a=b"'.""",
+        ),
+        ("run_dir=a(b)", """: run_dir='"a(b)"'."""),
+        (
+            "seed=1,2",
+            "seed=1,2 is several values, and a command trains one run; write seed=[1,2] for a list, seed=",
+        ),
+        ("algo.agent.hidden=32,32", "; write algo.agent.hidden=[32,32] for a list, "),
+        (
+            "seed=choice(1,2)",
+            "seed=choice(1,2) is several values, and a command trains one run; give one value to each",
+        ),
+        ("env=cartpole,catch", "env=cartpole,catch is several values, and a command trains one run; give"),
+        (
+            "run_dir=a,b",
+            """run_dir='"a,b"' for a text, or give one value to each of several commands, or train a pop""",
+        ),
+        ("run_dir=1234", """run_dir=1234: expected a text or null; write run_dir='"1234"' for a text."""),
+        ("experiment_name=true", """=True: expected a text or null; write experiment_name='"true"' for a text."""),
+        ("logger.wandb_project=1", """=1: expected a text; write logger.wandb_project='"1"' for a text."""),
+        ("env=null", "env=null: only loss and experiment may be null; leave it out, or name one: env=acrobot."),
+        ("algo=null", "algo=null: only loss and experiment may be null; leave it out, or name one: algo=a2c."),
+        ("algo.name=dqn", "algo.name is set by algo, with all settings that belong to it; write algo=dqn."),
+        ("env.name='pendulum'", "env.name is set by env, with all settings that belong to it; write env=pendulum."),
+        ("loop.name=sebulba", "loop.name is set by loop, with all settings that belong to it; write loop=sebulba."),
+        (
+            "members={discount:[0.9]}",
+            "members is added by a plus sign; write '+members={discount:[0.9]}'.",
+        ),
         ("num_envs=${nothing}", "the configuration cannot be composed: Interpolation key 'nothing' not found"),
-        ("env=nowhere.py:MyEnv", "nowhere.py; give PATH.py:MyEnv with where it is now."),
+        ("env=nowhere.py:MyEnv", "nowhere.py; give PATH.py:MyEnv with where it is now"),
         ("env=nowhere:MyEnv", "A class of your own is env=path/to/file.py:Class."),
         (f"env={ENV_FILE}", f"name the class too, e.g. {ENV_FILE}:MyClass."),
         (f"env={ENV_FILE}:MyEnw", "has no class MyEnw; did you mean MyEnv?"),
@@ -345,12 +427,19 @@ def test_updates_are_paced_by_the_steps_of_all_environments(steps: str, updates:
         (["algo=dqn", "1000"], "use e.g. algo.env_steps_per_update=256."),
         (["algo=dqn", "0"], "algo.env_steps_per_update=0 must be above 0."),
         (["algo=dqn", "-1"], "algo.env_steps_per_update=-1 must be above 0."),
-        (["algo=ppo", "1"], "algo.env_steps_per_update is no setting;"),
+        (["algo=ppo", "1"], "is a setting of agents with replay, and algo=ppo has none; leave it out."),
         (["algo=dqn", "algo.learner.num_minibatches=8", "32"], "give one of them, not both."),
     ],
 )
 def test_a_pace_that_cannot_be_kept_is_refused(overrides: list[str], message: str):
     assert message in refused([*overrides[:-1], f"algo.env_steps_per_update={overrides[-1]}"])
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+@pytest.mark.parametrize("override", ["algo=ppo", "loss=ClipPPOLoss"])
+def test_settings_of_replay_are_refused_by_agents_without(override: str, sign: str):
+    told = f"algo.replay.capacity is a setting of agents with replay, and {override} has none; leave it out."
+    assert refused([override, f"{sign}algo.replay.capacity=10"]) == told
 
 
 @pytest.mark.parametrize("override", ["algo=dqn", "algo=r2d2", "algo=sac", "loss=DQNLoss", "loss=SACLoss"])

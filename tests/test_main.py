@@ -18,7 +18,8 @@ import yaml
 from tests.sebulba.commands import session_of
 from torchpod import checkpoint
 from torchpod.config import load
-from torchpod.main import main
+from torchpod.hints import nearest
+from torchpod.main import COMMANDS, _lines, main
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
 AGENT_FILE = Path(__file__).parent / "user_agent.py"
@@ -122,6 +123,66 @@ def test_list_of_anything_else_is_refused(call: Call):
     assert error_of(call("list", "env")) == "torchpod list takes one of envs, algos, experiments, losses."
 
 
+@pytest.mark.parametrize(("command", "takes"), [("warmup", "KEY=VALUE"), ("list", "envs|algos|experiments|losses")])
+def test_warmup_and_list_have_help(command: str, takes: str, call: Call, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        call(command, "--help")
+    assert left.value.code == 0 and takes in capsys.readouterr().out
+
+
+def test_warmup_is_not_for_a_run_that_goes_on(call: Call):
+    told = "torchpod warmup is for runs that begin; leave out resume=run."
+    assert error_of(call("warmup", *SMALL, "resume=run")) == told
+
+
+def test_eval_is_on_a_cpu_or_cuda(call: Call):
+    for device in ("meta", "foo", "cuda:x"):
+        told = f"torchpod eval: --device {device} is not known; use cpu, cuda or cuda:INDEX."
+        assert error_of(call("eval", "run", "--device", device)) == told
+
+
+def test_an_error_without_a_text_is_named(call: Call, monkeypatch: pytest.MonkeyPatch):
+    def fail(rest: list[str]) -> int:
+        raise ValueError
+
+    monkeypatch.setitem(COMMANDS, "doctor", fail)
+    assert error_of(call("doctor")) == "ValueError."
+
+
+def test_a_hint_of_no_names_says_so():
+    assert nearest("x", []) == "there is none."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dollar${seed}",
+        r"\${seed}",
+        r"\\${seed}\\",
+        "${",
+        "back\\",
+        "back\\\\",
+        r"a\b",
+        r"a\'b",
+        "it's",
+        "a\\\n",
+        "a,[b]={c} ",
+    ],
+)
+def test_a_text_from_python_arrives_as_it_is(text: str):
+    assert load(_lines("run_dir", text)).run_dir == text
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_columns_from_python_are_lists_tuples_arrays_or_tensors(kind: Callable[..., object]):
+    settings = {"population": 2, "members": {"discount": kind([0.5, 0.75])}, "algo.agent.hidden": kind([8, 16])}
+    config = load([line for key, value in settings.items() for line in _lines(key, value)])
+    assert list(config.members["discount"]) == [0.5, 0.75] and list(config.algo.agent["hidden"]) == [8, 16]
+    entry = {"name": "it's", "sizes": (1, None, True)}
+    assert _lines("x", kind([1, 2])) == ["x=[1, 2]"]
+    assert _lines("x", [entry]) == ["x=[{name: 'it\\'s', sizes: [1, null, True]}]"]
+
+
 def test_train_then_eval_then_resume(call: Call):
     status, out, error = call("train", *SMALL, "run_dir=run")
     assert (status, error) == (0, "")
@@ -148,7 +209,7 @@ def test_the_screen_says_that_the_interval_is_of_the_iqm(call: Call):
 
 def test_fewer_env_steps_than_one_iteration_train_one_iteration(call: Call):
     status, out, _ = call("train", *SMALL, "run_dir=run", "total_env_steps=1", "logger.console=true")
-    assert status == 0 and out.startswith("100%  ")
+    assert status == 0 and out.startswith("run folder run\n100%  ")
     assert (
         "\ntotal_env_steps=1 is less than one iteration, num_envs x algo.unroll_length = 32 steps and resets\n" in out
     )
@@ -524,7 +585,8 @@ class TestUnread:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert process.stdout is not None and process.stderr is not None and process.stdout.readline()
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "run folder run\n" and process.stdout.readline()  # of an iteration
         process.stdout.close()
         process.send_signal(signal.SIGINT)
         with process.stderr as errors:
@@ -534,7 +596,7 @@ class TestUnread:
 
     def test_training_saves_what_there_is(self, tmp_path: Path):
         settings = [x for x in SMALL if not x.startswith(("logger", "total"))]
-        status, told = self.left(tmp_path, 1, "train", *settings, "total_env_steps=100000000", "run_dir=run")
+        status, told = self.left(tmp_path, 2, "train", *settings, "total_env_steps=100000000", "run_dir=run")
         saved = int(checkpoint.latest(tmp_path / "run").name)
         message = f"stopped, for nobody reads what it prints. Iteration {saved} is saved; go on with resume=run\n"
         assert (status, told) == (1, f"torchpod: {message}") and saved > 1

@@ -80,6 +80,24 @@ def test_numpy_reads_the_file_without_pickle_and_nothing_else_is_left(tmp_path, 
     assert arrays["agent/governor/action_log_prob"].shape == arrays["agent/governor/state_value"].shape == (9, 51)
 
 
+def test_a_file_that_cannot_be_written_is_named_and_the_one_before_stays(tmp_path, seed, monkeypatch):
+    def full(file, **arrays):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    env = CovidEconomy(max_episode_steps=9)
+    agent, variables = many(env, seed)
+    recording = record_episode(agent, env, variables, random.key(seed), num_episodes=1)
+    path = tmp_path / "episode.npz"
+    path.write_bytes(b"before")
+    monkeypatch.setattr(np, "savez_compressed", full)
+    for name in (path, path / "x.npz"):
+        with pytest.raises(OSError) as raised:
+            save_recording(name, env, recording)
+        assert raised.value.filename == str(name)
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
 def test_an_episode_of_one_agent_is_recorded_behind_its_transforms(seed):
     env = FrameStack(RewardClip(CartPole(max_episode_steps=100), 0.0, 0.5), 2)
     agent, variables = make(env, seed)

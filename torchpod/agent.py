@@ -87,7 +87,7 @@ class Agent(nn.Module):
           keys: `[B, 3]`, one fresh key per environment.
           explore: False for evaluation: the greedy action.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define act(self, timestep, state, keys, explore=True).")
 
     def prepare(self, trajectory: Trajectory, keys: Tensor) -> Batch:
         """What is computed once per trajectory, before the epochs: advantages, targets, weights.
@@ -96,7 +96,7 @@ class Agent(nn.Module):
           trajectory: T steps of B environments, or as many windows of `replayed` steps.
           keys: `[B, 3]`, one fresh key per environment.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define prepare(self, trajectory, keys).")
 
     def loss(self, batch: Batch, keys: Tensor, target: "Bound | None") -> LossOutput:
         """The loss of one minibatch, a sum over rows weighted by `batch.steps["weight"]`.
@@ -106,7 +106,7 @@ class Agent(nn.Module):
           keys: `[3]`, a fresh key.
           target: the agent with its target parameters, if it has any; call as `target("method", ...)`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define loss(self, batch, keys, target).")
 
     def statistics(self, trajectory: Trajectory) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         """`{name of a RunningMoments module: [..., *its shape]}`, or a pair, with weights `[...]`.

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +22,14 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchpod import algos, configs
 from torchpod.algos.torchrl import without_effect
-from torchpod.bounds import bounds_of
+from torchpod.bounds import bounded, bounds_of
 from torchpod.hints import nearest
 from torchpod.interop.unfit import UNSUPPORTED, unsupported
 from torchpod.learner import LearnerConfig
@@ -41,7 +43,6 @@ _AT_LEAST_1 = (
     "total_env_steps",
     "num_envs",
     "population",
-    "threads",
     "algo.unroll_length",
     "algo.learner.num_epochs",
     "algo.learner.num_minibatches",
@@ -146,7 +147,7 @@ class TrainConfig:
     compile: bool = True
     population: int = 1
     members: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    threads: int | None = None
+    threads: int | None = bounded(None, least=1, most=1024)
     run_dir: str | None = None
     resume: str | None = None
     experiment_name: str | None = None
@@ -184,9 +185,13 @@ class TrainConfig:
 
 
 def listed(overrides: Sequence[str]) -> list[str]:
-    """The overrides as a list; a `ConfigError` for one text, whose letters would be taken for them."""
+    """The overrides as a list; a `ConfigError` for one text, whose letters would be taken for them, or no texts."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides={overrides!r} is one text; write a list, [{overrides!r}].")
+    if not isinstance(overrides, Sequence) or not all(isinstance(item, str) for item in overrides):
+        raise ConfigError(
+            f"overrides={overrides!r} is no list of texts; write e.g. ['num_envs=1024'], or leave it out."
+        )
     return list(overrides)
 
 
@@ -197,6 +202,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
       ConfigError: for anything that does not exist or does not fit.
     """
     overrides = [item for each in listed(overrides) for item in _expanded(each)]
+    overrides = [item for item in overrides if item not in ("loss=null", "experiment=null")]  # as if left out
     grouped = _with_groups(overrides)
     named = {_key(item): item for item in grouped}
     if "loss" in named and named.get("algo", "algo=torchrl") != "algo=torchrl":
@@ -206,15 +212,17 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
-        base = _keys_of(tuple(o for o in plain if _key(o) in GROUPS and _known(o)))
+        groups = tuple(o for o in plain if _key(o) in GROUPS and _known(o))
         for override in plain:
-            _check_override(override, base)
+            _check_override(override, groups)
         try:
             composed = compose("train", plain)
             values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException) as error:
             if there := re.search(r"An item is already at '([^']*)'", str(error)):
                 raise ConfigError(f"{there[1]} is there already; leave the plus sign out.") from error
+            if told := next(filter(None, map(_misread, overrides)), None):
+                raise ConfigError(told) from error
             raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
     assert isinstance(values, dict)
     settings = typing.cast(dict[str, Any], values)
@@ -255,6 +263,11 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
     for name, seed in (("seed", config.seed), ("evaluation.seed", config.evaluation_seed)):
         if not 0 <= seed < 2**63:
             raise ConfigError(f"{name}={seed} must be an integer from 0 to 2^63 - 1.")
+    if config.seed + config.population > 2**63:  # a member's seed is that of its run folder
+        raise ConfigError(
+            f"seed={config.seed} must be at most 2^63 - {config.population}: each of population={config.population} "
+            "members has a seed that is one more than the last."
+        )
     if config.total_env_steps > 2**53:
         raise ConfigError(f"total_env_steps={config.total_env_steps} must be at most 2^53.")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
@@ -362,9 +375,15 @@ def choices(group: str) -> list[str]:
 
 
 @functools.cache
+def _tree_of(groups: tuple[str, ...]) -> Any:
+    """The settings of these choices, nested."""
+    return OmegaConf.to_container(compose("train", list(groups)))
+
+
+@functools.cache
 def _keys_of(groups: tuple[str, ...]) -> Sequence[str]:
     """All settings of these choices."""
-    return _keys(OmegaConf.to_container(compose("train", list(groups))))
+    return _keys(_tree_of(groups))
 
 
 @functools.cache
@@ -432,22 +451,34 @@ def _key(override: str) -> str:
 
 
 def _known(override: str) -> bool:
-    return override.partition("=")[2] in [*choices(_key(override)), "custom", "null"]
+    return override.partition("=")[2] in [*choices(_key(override)), "custom"]
 
 
-def _check_override(override: str, base: Sequence[str]) -> None:
-    key = _key(override)
+def _check_override(override: str, groups: tuple[str, ...]) -> None:
+    key, base = _key(override), _keys_of(groups)
     if "=" not in override and not override.startswith("~"):
         raise ConfigError(f"{override} is no override; write KEY=VALUE, e.g. num_envs=1024.")
     if key in GROUPS:
         if not _known(override):
             value = override.partition("=")[2]
+            if value == "null":
+                example = f"{key}={choices(key)[0]}"
+                raise ConfigError(
+                    f"{override}: only loss and experiment may be null; leave it out, or name one: {example}."
+                )
+            if "," in value and (told := _misread(override)):
+                raise ConfigError(told)
             if key == "loss" and value in UNSUPPORTED:
                 raise ConfigError(unsupported(value))
             more = f" A class of your own is {key}=path/to/file.py:Class." if key in ("algo", "env") else ""
             more = " `torchpod list losses` says which losses there are, and why not others." if key == "loss" else more
             raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{more}")
-    elif not override.startswith("+") and key.startswith("members."):
+    elif key in ("algo.name", "env.name", "loop.name"):
+        group, name = key.partition(".")[0], override.partition("=")[2].strip("'\"")
+        raise ConfigError(f"{key} is set by {group}, with all settings that belong to it; write {group}={name}.")
+    elif "algo.replay" not in base and (told := without_replay(_learner(groups), [key])):
+        raise ConfigError(told)
+    elif not override.startswith("+") and (key.startswith("members.") or re.match(r"members=\{.*:", override)):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif key.removeprefix("loop.") in _SEBULBA and key not in base:
         raise ConfigError(f"{key} is a setting of the other loop; add loop=sebulba.")
@@ -455,6 +486,37 @@ def _check_override(override: str, base: Sequence[str]) -> None:
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif not override.startswith("+") and key not in base:
         raise ConfigError(f"{key} is no setting; {nearest(key, base)}")
+
+
+def without_replay(agent: str, given: Sequence[str]) -> str | None:
+    """Which of the settings that were given are of replay, which this agent has not, in a sentence."""
+    found = [key for key in given if f"{key}.".startswith(("algo.replay.", "algo.env_steps_per_update."))]
+    return f"{found[0]} is a setting of agents with replay, and {agent} has none; leave it out." if found else None
+
+
+def _learner(groups: tuple[str, ...]) -> str:
+    """What learns, as it is written: algo=ppo, or loss=ClipPPOLoss."""
+    algo = _tree_of(groups)["algo"]
+    return f"loss={algo['agent']['loss']}" if algo["name"] == "torchrl" else f"algo={algo['name']}"
+
+
+def _misread(override: str) -> str | None:
+    """Why Hydra cannot take an override, in a sentence: it is several, or none."""
+    key, _, value = override.partition("=")
+    text = '"' + value.strip("'\"").replace('"', '\\"') + '"'
+    quoted = f"{key}={shlex.quote(text)}"
+    try:
+        if not OverridesParser.create().parse_override(override).is_sweep_override():
+            return None
+    except HydraException:
+        if value[:1] in ("[", "{"):
+            return f"{override} cannot be read; write a list as {key}=[1,2], names and values as {key}={{a:1,b:2}}."
+        return f"{override} cannot be read; quote a text twice, for the shell and for torchpod: {quoted}."
+    one = "" if "(" in value or key in GROUPS else f"write {key}=[{value}] for a list, {quoted} for a text, or "
+    return (
+        f"{override} is several values, and a command trains one run; {one}give one value to each of several "
+        "commands, or train a population, whose members differ in their seeds and in '+members.NAME=[VALUE,VALUE]'."
+    )
 
 
 def _takes_more(key: str, base: Sequence[str]) -> bool:
@@ -521,7 +583,11 @@ def _cast(hint: Any, value: Any, name: str) -> Any:
         return value
     elif hint is type(None) and value is None:
         return None
-    raise ConfigError(f"{name}={value!r}: expected {_expected(hint)}.")
+    repair = ""
+    if str in (hint, *arguments) and isinstance(value, int | float) and "[" not in name:  # YAML's idea of a text
+        text = json.dumps(value) if isinstance(value, bool) else value
+        repair = f"; write {name}='\"{text}\"' for a text"
+    raise ConfigError(f"{name}={value!r}: expected {_expected(hint)}{repair}.")
 
 
 def _expected(hint: Any) -> str:

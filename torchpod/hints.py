@@ -5,8 +5,10 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint: the names whose initials or letters are most like `name`, or all of them if few."""
+    """A hint: the names whose initials or letters are most like `name`, all of them if few, or that there is none."""
     names = sorted(names)
+    if not names:
+        return "there is none."
     short = [n for n in names if _initials(n) == name.rpartition(".")[2]]
     close = difflib.get_close_matches(name, short, 3, 0.0) or difflib.get_close_matches(name, names, 3, 0.5)
     if close:

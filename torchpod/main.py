@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from torchpod.run.folder import resume_source, resumed_config
 from torchpod.run.stop import Interrupted
 from torchpod.run.training import LearnerError, NonFiniteErrorInRun
 from torchpod.sebulba import ActorError
-from torchpod.watched import HostError
+from torchpod.watched import HostError, sentence
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda;
                                   --help shows all settings of that run
@@ -100,7 +101,7 @@ def _report(error: Exception) -> None:
     else:
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        told = str(error)
+        told = str(error) or sentence(error)
         if isinstance(error, OSError) and error.strerror is not None:  # Python's own
             repair = "use a folder that exists, that you may write to, and that has space"
             told = f"{error.filename or 'a file'}: {error.strerror}; {repair}."
@@ -203,6 +204,8 @@ def _eval(rest: list[str]) -> int:
 
 
 def _require_device(command: str, device: str) -> None:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"{command}: --device {device} is not known; use cpu, cuda or cuda:INDEX.")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -235,8 +238,13 @@ def _plot(rest: list[str]) -> int:
 
 
 def _warmup(rest: list[str]) -> int:
+    parser = Parser("torchpod warmup", description="Compiles all that a run needs, for the runs that follow.")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run, as for torchpod train")
+    overrides = parser.parse_intermixed_args(rest).overrides
     with tempfile.TemporaryDirectory(prefix="torchpod-warmup-") as folder:
-        config = load([*rest, f"run_dir={folder}/run", "logger.console=false"])
+        config = load([*overrides, f"run_dir={folder}/run", "logger.console=false"])
+        if config.resume is not None:
+            raise ConfigError(f"torchpod warmup is for runs that begin; leave out resume={config.resume}.")
         began = time.perf_counter()
         execute(config, until=1)
     print(f"ready in {time.perf_counter() - began:.1f} s; runs with these settings begin from the compile cache")
@@ -244,7 +252,7 @@ def _warmup(rest: list[str]) -> int:
 
 
 def _check(rest: list[str]) -> int:
-    from torchpod.testing import check_consistency
+    from torchpod.testing.consistency import FailedError, check_consistency
 
     parser = Parser("torchpod check")
     parser.add_argument("env", help="a name of `torchpod list envs`, my_env.py:MyEnv or my_module:MyEnv")
@@ -266,20 +274,32 @@ def _check(rest: list[str]) -> int:
     arguments: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.arguments))
     made = []
     for what, name, makers in (("env", options.env, envs.MAKERS), ("reference", options.reference, {})):
+        if what == "reference" and not (":" in name or name.endswith(".py")):
+            raise ConfigError(f"reference={name} names no class; give one as file.py:Class or module:Class.")
         maker = find(name, makers, what)
         check_arguments(maker, arguments, f"{what}={name}")
-        made.append(maker(**arguments))
-    report = check_consistency(
-        *made,
-        num_envs=options.num_envs,
-        num_steps=options.steps,
-        seed=options.seed,
-        rtol=options.rtol,
-        atol=options.atol,
-        compile=options.compile,
-        capture=options.capture,
-        device=options.device,
-    )
+        try:
+            made.append(maker(**arguments))
+        except Exception as error:
+            given = f" with {arguments}" if arguments else ""
+            raise ConfigError(
+                f"{what}={name} cannot be made{given}: {sentence(error)} TORCHPOD_TRACEBACK=1 shows where."
+            ) from error
+    try:
+        report = check_consistency(
+            *made,
+            num_envs=options.num_envs,
+            num_steps=options.steps,
+            seed=options.seed,
+            rtol=options.rtol,
+            atol=options.atol,
+            compile=options.compile,
+            capture=options.capture,
+            device=options.device,
+        )
+    except FailedError as error:
+        who = f"{error.who}={options.env if error.who == 'env' else options.reference}"
+        raise ConfigError(f"{who} {error.what} TORCHPOD_TRACEBACK=1 shows where.") from error
     print(
         f"{options.env} does what {options.reference} does: {report.num_steps:,} steps, {report.num_episodes:,} "
         f"episodes, largest difference {report.largest:.2g}"
@@ -295,6 +315,9 @@ def _autoscale(rest: list[str]) -> int:
 
 def _list(rest: list[str]) -> int:
     groups = {"envs": "env", "algos": "algo", "experiments": "experiment", "losses": "loss"}
+    parser = Parser("torchpod list", description="Prints one choice a line, with what it is.")
+    parser.add_argument("what", nargs="*", metavar="|".join(groups))
+    rest = parser.parse_args(rest).what
     if len(rest) != 1 or rest[0] not in groups:
         raise ConfigError(f"torchpod list takes one of {', '.join(groups)}.")
     if rest[0] == "losses":
@@ -353,13 +376,27 @@ def train(**settings: Any) -> Run:
 
 
 def _lines(key: str, value: Any) -> list[str]:
-    """A Python value in the grammar of the command line."""
+    """A setting from Python as overrides of the command line."""
     if isinstance(value, Mapping):
         return [line for name, inner in value.items() for line in _lines(f"{key}.{name}", inner)]
-    if isinstance(value, str | Path) and key not in GROUPS:
-        value = "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
     added = "+" if key.startswith("members.") else ""
-    return [f"{added}{key}={'null' if value is None else value}"]
+    return [f"{added}{key}={value if key in GROUPS and isinstance(value, str | Path) else _written(value)}"]
+
+
+def _written(value: Any) -> str:
+    """A Python value, an array or a tensor in the grammar of the command line."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_written(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    if isinstance(value, str | Path):
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # else OmegaConf looks for another setting's value
+        return "'" + re.sub(r"(\\+)(?='|\Z)", r"\1\1", text).replace("'", "\\'") + "'"  # as Hydra unquotes
+    return str(value)
 
 
 if __name__ == "__main__":

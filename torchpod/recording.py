@@ -15,6 +15,7 @@ The file is read with NumPy alone, `numpy.load(FILE)`. With T steps, and N agent
 Entries of dicts are named likewise, `observation/governor/action_mask`. Row 0 is the start of the episode.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,17 +116,21 @@ def save_recording(path: Path, env: Env, recording: Recording) -> str:
 
     Raises:
       ValueError: if the environment uses a name of the table for something of its own.
-      OSError: if the file cannot be written.
+      OSError: if the file cannot be written, which it names.
     """
     arrays = arrays_of(env, recording)
     part = path.with_name(f".{path.name}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as file:  # of a name numpy would change the suffix
             np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]: no array is named allow_pickle
         part.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # as where its folder is a file
+            part.unlink()
     length = recording.timestep.step_type.shape[0] - 1
     return f"{path}: {length} steps in {len(arrays)} arrays, return {float(recording.rewards.sum()):.1f}"
 

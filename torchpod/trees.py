@@ -43,7 +43,10 @@ def stack(trees: Iterable[Any]) -> Any:
 
 
 def contiguous(tree: Any) -> Any:
-    """Tensors whose strides do not change from one step to the next, as those of views of a state may."""
+    """Tensors whose strides do not change from one step to the next, as those of views of a state may.
+
+    In `torch.vmap` it sees one member: how members lie in memory is then as it was.
+    """
     if isinstance(tree, Tensor):  # for which pytree takes as long as an operation does
         return _contiguous(tree)
     return pytree.tree_map_only(Tensor, _contiguous, tree)

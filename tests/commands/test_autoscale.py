@@ -189,7 +189,10 @@ class TestCommand:
                 ["loop=sebulba", "loop.split=1:1"],
                 "torchpod autoscale measures one GPU, and loop.split=1:1 uses several",
             ),
-            (["--seconds", "0"], "torchpod autoscale: --seconds 0 must be more than 0."),
+            (["--seconds", "0"], "torchpod autoscale: --seconds 0 must be a finite number more than 0."),
+            (["--seconds", "nan"], "torchpod autoscale: --seconds nan must be a finite number more than 0."),
+            (["--seconds", "inf"], "torchpod autoscale: --seconds inf must be a finite number more than 0."),
+            (["--memory", "nan"], "torchpod autoscale: --memory nan must be a finite number more than 0."),
             (["--memory", "1e9"], "--memory 1e+09: only "),
             (["num_enws=3"], "num_enws is no setting; did you mean num_envs"),
         ],
@@ -198,6 +201,30 @@ class TestCommand:
         with pytest.raises(ConfigError) as raised:
             autoscale.main(arguments)
         assert str(raised.value).startswith(message)
+
+    @pytest.mark.parametrize("option", ["--out", "--json"])
+    def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+        self, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("torchpod.commands.autoscale.measure", lambda *_, **__: pytest.fail("it measures"))
+        Path("file").touch()
+        with pytest.raises(ConfigError, match=rf"^torchpod autoscale: {option} file/x cannot be written \("):
+            autoscale.main([option, "file/x"])
+        with pytest.raises(ConfigError, match=rf"^torchpod autoscale: {option} \. is a folder; name a file in it\.$"):
+            autoscale.main([option, "."])
+
+    def test_what_was_found_is_printed_even_if_it_cannot_be_written_in_the_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        def full(path: Path, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("torchpod.commands.autoscale.measure", lambda *_, **__: Answer("fits", 1.0))
+        monkeypatch.setattr("torchpod.commands.autoscale.write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            autoscale.main(["--max-envs", "64", "algo.learner.num_minibatches=1", f"--out={tmp_path}/a.yaml"])
+        assert "\nfastest: num_envs=64" in (out := capsys.readouterr().out) and "\ntorchpod train " in out
 
     def test_ranks_are_refused(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("WORLD_SIZE", "2")

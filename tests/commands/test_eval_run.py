@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from torchpod import checkpoint, random
 from torchpod.anakin import EVAL_STREAM
 from torchpod.commands.eval_run import acting_weights, eval_run
-from torchpod.config import load
+from torchpod.commands.export_run import export_run
+from torchpod.config import ConfigError, load
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import Gymnasium
 from torchpod.evaluate import evaluate
@@ -69,6 +71,48 @@ def test_a_finished_dqn_is_sampled_with_its_last_share_of_random_actions(tmp_pat
     ]
     said = json.loads(eval_run(run.dir, episodes=20, sample=True))["mean"]
     assert said == pytest.approx(means[0]) and means[0] != pytest.approx(means[1])
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    execute(load([*SMALL, f"total_env_steps={STEPS}", f"run_dir={folder}"]))
+    return folder
+
+
+@pytest.mark.parametrize(("option", "name"), [("episode", "x.npz"), ("video", "x.gif")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_played(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
+):
+    pytest.importorskip("PIL")
+    monkeypatch.setattr("torchpod.commands.eval_run.evaluate", lambda *_, **__: pytest.fail("it plays"))
+    (tmp_path / "file").touch()
+    files: dict[str, Any] = {option: tmp_path / "file" / name}
+    with pytest.raises(ConfigError, match=rf"^--{option} .*/file/{name} cannot be written \(.*; name a file in a fold"):
+        eval_run(run_dir, episodes=1, **files)
+
+
+@pytest.mark.parametrize("episodes", [10**12, 10**30])
+def test_more_episodes_than_memory_holds_are_refused(run_dir: Path, episodes: int):
+    with pytest.raises(ValueError, match=rf"^--episodes {episodes} are too many for the memory of cpu; use fewer\.$"):
+        eval_run(run_dir, episodes=episodes)
+
+
+def test_an_export_that_fails_leaves_the_program_before_and_nothing_else(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:9])
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "policy.pt2"
+    export_run(run_dir, out=out)
+    before = out.read_bytes()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"policy\.pt2 cannot be written \(No space left on device\); name another file"):
+        export_run(run_dir, out=out)
+    assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -198,6 +198,24 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
         plot([make_run(tmp_path / "x" / "run", [1.0])], tmp_path / "curve.png")
 
 
+def test_a_plot_that_fails_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    def full(figure, path, **options):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    run, out = make_run(tmp_path / "x" / "run", [1.0, 2.0]), tmp_path / "out" / "curve.png"
+    assert is_png(plot([run], out))
+    before = out.read_bytes()
+    monkeypatch.setattr(Figure, "savefig", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        plot([run], out)
+    assert raised.value.filename == str(out) and out.read_bytes() == before
+    assert [path.name for path in out.parent.iterdir()] == ["curve.png"]
+
+
 def test_the_callers_settings_of_matplotlib_are_left_alone(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     before = dict(matplotlib.rcParams)

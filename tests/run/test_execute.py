@@ -543,14 +543,16 @@ class TestPopulation:
             assert state(alone).keys() == state(member).keys()
             assert all(torch.equal(x, state(member)[name]) for name, x in state(alone).items())
 
-    @pytest.mark.parametrize("prioritised", [False, True])
+    @pytest.mark.parametrize("prioritised", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_a_member_with_replay_goes_on_with_its_own(self, prioritised, tmp_path: Path):
         own = ["algo=dqn", "env=cartpole", "compile=false", "logger.console=false", "evaluation.episodes=2"]
-        own += ["num_envs=8", "algo.unroll_length=4", "algo.learner.num_minibatches=2", "checkpoint.interval_s=0.01"]
+        own += ["num_envs=8", "algo.unroll_length=4", "algo.learner.num_minibatches=2", "checkpoint.interval_s=0.2"]
         own += ["algo.replay.capacity=2000", "algo.replay.min_size=200", "algo.replay.batch_size=32"]
         own += [f"algo.replay.prioritised={prioritised}", "algo.learner.anneal_learning_rate=false", "seed=5"]
         own += ["algo.agent.exploration_fraction=0", *(["algo.replay.beta=1"] if prioritised else [])]  # no schedules
         execute(load([*own, "population=2", "total_env_steps=3200", f"run_dir={tmp_path}/p"]))
+        (tmp_path / "p" / "summary.json").unlink()  # as if it had been killed in the final evaluation
+        execute(load([f"resume={tmp_path}/p"]))
         for p in range(2):
             execute(load([f"resume={tmp_path}/p/members/{p}", "total_env_steps=4800"]))
             execute(load([*own, f"seed={5 + p}", "total_env_steps=4800", f"run_dir={tmp_path}/alone{p}"]))

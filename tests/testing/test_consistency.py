@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from torchpod import random
+from torchpod.config import ConfigError
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import FourRooms
 from torchpod.envs.grids.four_rooms import is_wall
 from torchpod.main import main
 from torchpod.specs import Array, Discrete, EnvSpec, MultiDiscrete
 from torchpod.testing import ConsistencyError, ContractError, check_consistency
+from torchpod.testing.consistency import FailedError
 
 MOVES = [(-1, 0), (0, 1), (1, 0), (0, -1)]
 
@@ -294,7 +296,7 @@ def test_the_command_line_compares_two_classes(capsys):
     assert main(["check", f"{file}:Lift", "tests_of_nobody:Plain"]) == 1
     assert "reference=tests_of_nobody:Plain is not known" in capsys.readouterr().err
     assert main(["check", f"{file}:Lift", "nowhere.py:Plain"]) == 1
-    assert "there is no file nowhere.py; give PATH.py:Plain with where it is now." in capsys.readouterr().err
+    assert "there is no file nowhere.py; give PATH.py:Plain with where it is now" in capsys.readouterr().err
     assert main(["check", "four_rooms", f"{file}:PlainRooms", "--steps", "30"]) == 0
     assert main(["check", f"{file}:Lift", "torch:Plain"]) == 1
     assert "reference=torch:Plain cannot be imported: module 'torch' has no attribute" in capsys.readouterr().err
@@ -305,7 +307,91 @@ def test_the_command_line_compares_two_classes(capsys):
     assert "Lift takes no argument tops; did you mean top?" in capsys.readouterr().err
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "cpu", "--capture"]) == 0
     assert main(["check", f"{file}:Lift", f"{file}:PlainLift", "--device", "meat"]) == 1
-    assert "torchpod check: --device meat is not there (" in capsys.readouterr().err
+    assert "torchpod check: --device meat is not known; use cpu, cuda or cuda:INDEX." in capsys.readouterr().err
+    assert main(["check", "four_rooms", "four_rooms"]) == 1
+    assert "reference=four_rooms names no class; give one as file.py:Class or mod" in capsys.readouterr().err
+
+
+class FailingLift(Lift):
+    """Raises where it is told to."""
+
+    def __init__(self, where="step"):
+        super().__init__()
+        self.where = where
+        if where == "constructor":
+            raise KeyError("k")
+
+    def reset(self, keys):
+        if self.where == "reset":
+            raise KeyError("k")
+        return super().reset(keys)
+
+    def transition(self, state, action, keys):
+        if self.where == "step":
+            raise KeyError("k")
+        return super().transition(state, action, keys)
+
+
+class FailingPlainLift(PlainLift):
+    """Likewise."""
+
+    def __init__(self, where="step"):
+        super().__init__()
+        self.where = where
+        if where == "constructor":
+            raise KeyError("k")
+
+    def __deepcopy__(self, memo):
+        if self.where == "copy":
+            raise KeyError("k")
+        return FailingPlainLift(self.where)
+
+    def reset(self, state):
+        if self.where == "reset":
+            raise KeyError("k")
+        return super().reset(state)
+
+    def step(self, action):
+        if self.where == "step":
+            raise KeyError("k")
+        return super().step(action)
+
+
+class OtherLift(Lift):
+    """For the other constructors."""
+
+    def __init__(self, where=""):
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("env", "reference", "where", "told"),
+    [
+        ("OtherLift", "FailingPlainLift", "constructor", "cannot be made with {'where': 'constructor'}"),
+        ("OtherLift", "FailingPlainLift", "copy", "fails when it is copied"),
+        ("OtherLift", "FailingPlainLift", "reset", "fails in reset() at step 0, environment 0"),
+        ("OtherLift", "FailingPlainLift", "step", "fails at step 1 of an episode (step 1 in all), environment 0"),
+        ("FailingLift", "FailingPlainLift", "constructor", "cannot be made with {'where': 'constructor'}"),
+        ("FailingLift", "FailingPlainLift", "reset", "fails in reset()"),
+        ("FailingLift", "FailingPlainLift", "step", "fails at step 1"),
+    ],
+)
+def test_what_a_class_raises_is_one_sentence_and_the_class_named(env, reference, where, told, capsys, monkeypatch):
+    who = f"env={__file__}:{env}" if env == "FailingLift" else f"reference={__file__}:{reference}"
+    words = ["check", f"{__file__}:{env}", f"{__file__}:{reference}", f"where={where}"]
+    assert main(words) == 1
+    assert (
+        capsys.readouterr().err == f"torchpod: error: {who} {told}: KeyError: 'k'. TORCHPOD_TRACEBACK=1 shows where.\n"
+    )
+    monkeypatch.setenv("TORCHPOD_TRACEBACK", "1")
+    with pytest.raises(ConfigError):
+        main(words)
+
+
+def test_from_python_the_exception_of_a_class_is_the_cause():
+    with pytest.raises(FailedError, match=r"^the reference fails at step 1 .*: KeyError: 'k'\.$") as raised:
+        check_consistency(Lift(), FailingPlainLift())
+    assert isinstance(raised.value.__cause__, KeyError)
 
 
 class TiltedLift(PlainLift):

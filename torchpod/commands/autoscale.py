@@ -5,6 +5,7 @@ Prints a row per probe, and writes what it found as a file of overrides, for `to
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import sys
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import yaml
 
+from torchpod import algos
 from torchpod.arguments import Parser
+from torchpod.commands.files import require_writable
 from torchpod.commands.knobs import GAIN, NAMES, Row, Search, Setting
 from torchpod.commands.probe import CPU_SHARE, Answer, measure
 from torchpod.config import ConfigError, TrainConfig, load
@@ -24,7 +27,9 @@ from torchpod.hints import human_bytes
 from torchpod.host_memory import available_bytes
 from torchpod.kernels.gxx import cores
 from torchpod.machine import hardware
+from torchpod.makers import make_agent, make_env
 from torchpod.run.folder import write_text
+from torchpod.watched import close_all
 
 _PACE = "algo.env_steps_per_update"
 _QUIET = 0.95
@@ -32,19 +37,23 @@ _QUIET = 0.95
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; prints a row per probe, writes the override, and says how to train with it.
+    """The command; prints a row per probe and what it found, writes the override, and says how to train with it.
 
     Raises:
-      ConfigError: if the settings cannot work.
+      ConfigError: if the settings cannot work, or a file cannot be written.
       ProbeError: if a probe failed, and not for want of memory.
     """
     options = _parser().parse_intermixed_args(arguments)
     for name, value in (("--seconds", options.seconds), ("--max-envs", options.max_envs), ("--memory", options.memory)):
-        if value is not None and value <= 0:
-            raise ConfigError(f"torchpod autoscale: {name} {value:g} must be more than 0.")
+        if value is not None and not 0 < value < math.inf:  # nor NaN
+            raise ConfigError(f"torchpod autoscale: {name} {value:g} must be a finite number more than 0.")
     config = load(options.overrides)
     _check(config)
     limit, on_cpu = _limit(config, options.memory), config.device == "cpu"
+    path = options.out or Path("runs", config.experiment, "autoscale.yaml")
+    require_writable("torchpod autoscale: --out", path)
+    if options.json is not None:
+        require_writable("torchpod autoscale: --json", options.json)
     start, pace = _begin(config)
 
     def run(setting: Setting) -> Answer:
@@ -70,20 +79,17 @@ def main(arguments: Sequence[str]) -> int:
         table.end()
     found = best.setting.overrides(start) | pace
     command = ["torchpod", "train", *_with(options.overrides, found)]
-    path = options.out or Path("runs", config.experiment, "autoscale.yaml")
+    for line in _told(search, best, config, start, largest=options.largest):
+        print(line)
+    print(shlex.join(command), flush=True)
     where = hardware(torch.device(config.device))
     header = f"# {shlex.join(['torchpod', 'autoscale', *arguments])}\n# {best.rate:,.0f} env steps/s, {where}"
-    path.parent.mkdir(parents=True, exist_ok=True)
     header += ", of CPU time\n" if best.answer and best.answer.cpu_share < _QUIET else "\n"
     write_text(path, header + yaml.safe_dump(_nested(found), sort_keys=False))
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         document = {"command": command, "limit_bytes": limit, "most_envs": search.most_envs}
         rows = [_plain(row, best) for row in search.rows]
         write_text(options.json, json.dumps(document | {"rows": rows}, indent=1) + "\n")
-    for line in _told(search, best, config, start, largest=options.largest):
-        print(line)
-    print(shlex.join(command))
     print(shlex.join(["torchpod", "train", *_with(options.overrides, found, write=False), f"+autoscale={path}"]))
     return 0
 
@@ -130,16 +136,27 @@ def _limit(config: TrainConfig, given_gb: float | None) -> int | None:
     return None if free is None else int(CPU_SHARE * free)
 
 
+def _learns_from_replay(config: TrainConfig) -> bool:
+    """Whether there are settings of replay, and the agent, which may be one of a user's, has a use for them."""
+    if config.algo.replay is None or config.algo.name in algos.MAKERS:
+        return config.algo.replay is not None
+    env = make_env(config.env)
+    try:
+        return bool(make_agent(config.algo, env.spec)().replayed)
+    finally:
+        close_all([env])
+
+
 def _begin(config: TrainConfig) -> tuple[Setting, dict[str, float]]:
     """Where the search begins, and what all probes have beside the settings of the run."""
-    learner, sebulba = config.algo.learner, config.loop.name == "sebulba"
+    learner, sebulba, replayed = config.algo.learner, config.loop.name == "sebulba", _learns_from_replay(config)
     start = Setting(
         config.num_envs,
-        num_minibatches=learner.num_minibatches if config.algo.replay is None else None,
+        num_minibatches=None if replayed else learner.num_minibatches,
         chunk_rows=learner.chunk_rows,
         num_actor_threads=config.loop.num_actor_threads if sebulba else None,
     )
-    if config.algo.replay is None or config.algo.env_steps_per_update is not None:
+    if not replayed or config.algo.env_steps_per_update is not None:
         return start, {}
     # More environments must not mean fewer updates per step: that would be faster, and another run.
     return start, {_PACE: config.num_envs * config.algo.unroll_length / learner.num_minibatches}

@@ -10,6 +10,7 @@ from torchpod import checkpoint, random
 from torchpod.agent import Agent, Variables, variables_of
 from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
+from torchpod.commands.files import require_writable
 from torchpod.commands.scripted import scripted
 from torchpod.compile import Compiler
 from torchpod.config import TrainConfig
@@ -62,7 +63,7 @@ def eval_run(
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged.
       HostError: if an environment on the host failed or does not come back.
-      ValueError: if the video or the episode cannot be made, or nobody can play so.
+      ValueError: if the video or the episode cannot be made, nobody can play so, or memory does not suffice.
       ImportError: if the extra for videos is not installed.
     """
     if episodes < 1:
@@ -74,6 +75,7 @@ def eval_run(
         raise ValueError(f"--member {member} must be from 0 to {config.population - 1}.")
     if episode is not None:
         check_recording(episode)
+        require_writable("--episode", episode)
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env) if env is None else env
@@ -82,6 +84,7 @@ def eval_run(
     try:
         if video is not None:
             check_video(video, env)
+            require_writable("--video", video)
         agent = make_agent(config.algo, env.spec)()
         lead = () if config.population == 1 else (config.population,)
         here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
@@ -95,9 +98,22 @@ def eval_run(
         key = random.fold_in(random.key(config.evaluation_seed if seed is None else seed, where), EVAL_STREAM)
         compiler = Compiler(False, config.population)
         env = watched(env, "the evaluation", config.loop.timeout_s)
-        score = evaluate(
-            agent, env, weights, key, num_episodes=episodes, compiler=compiler, num_envs=config.num_envs, explore=sample
-        )
+        try:
+            score = evaluate(
+                agent,
+                env,
+                weights,
+                key,
+                num_episodes=episodes,
+                compiler=compiler,
+                num_envs=config.num_envs,
+                explore=sample,
+            )
+        except (RuntimeError, OverflowError) as error:
+            on_cpu = "can't allocate memory" in str(error)  # there it is any RuntimeError
+            if on_cpu or isinstance(error, torch.OutOfMemoryError | OverflowError):
+                raise ValueError(f"--episodes {episodes} are too many for the memory of {where}; use fewer.") from error
+            raise
         told = [eval_returns(own) | unfinished(own) | {"checkpoint": folder.name} for own in each(score)]
         if config.population > 1:
             told = [{"member": i} | own for i, own in enumerate(told)]

@@ -12,6 +12,7 @@ from torchpod import checkpoint, random
 from torchpod.agent import variables_of
 from torchpod.checkpoint import CheckpointError
 from torchpod.commands.eval_run import acting_weights
+from torchpod.commands.files import replacing
 from torchpod.interop.policy import Greedy
 from torchpod.makers import make_agent, make_env
 from torchpod.run.folder import read_config
@@ -65,12 +66,14 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
     policy = Greedy(agent, weights, env.spec.groups).eval()
     program, arguments = _exported(policy, pytree.tree_map(torch.clone, timestep.observation))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         written = io.BytesIO()  # to a file that cannot be written, torch's writer ends the process
         torch.export.save(program, written)
-        out.write_bytes(written.getvalue())
+        with replacing(out) as part:
+            part.write_bytes(written.getvalue())
     except OSError as error:
-        raise OSError(f"{out} cannot be written ({error.strerror}); name another file with --out FILE.pt2.") from error
+        raise OSError(
+            f"{out} cannot be written ({error.strerror or error}); name another file with --out FILE.pt2."
+        ) from error
     takes = ", ".join(f"{name} {_described(value)}" for name, value in arguments.items())
     gives = "(action, state)" if policy.has_state else "action"
     return f"wrote {out}: ({takes}) -> {gives}, of checkpoint {folder.name}"

@@ -8,6 +8,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from torchpod.commands.files import replacing
 from torchpod.config import default_experiment
 from torchpod.metrics import METRICS_FILE, read_metrics
 from torchpod.stats import bootstrap_ci, iqm
@@ -40,6 +41,7 @@ def plot(run_dirs: Iterable[Path | str], out: Path | str, metric: str = "episode
       FileNotFoundError: if a folder has no metrics.
       ValueError: if a run has no such metric, or no value of it, or a config.yaml that is damaged.
       ImportError: if the extra is not installed.
+      OSError: if the file cannot be written, which it names.
     """
     groups: dict[str, list[Curve]] = {}
     folders = list(dict.fromkeys(Path(run_dir).resolve() for run_dir in run_dirs))
@@ -172,6 +174,6 @@ def _draw(groups: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]], ou
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=1 if len(groups) < 3 else 2)
         if out.suffix.lstrip(".").lower() not in (kinds := figure.canvas.get_supported_filetypes()):
             raise ValueError(f"{out} has the suffix {out.suffix or 'none'!r}; use one of .{', .'.join(sorted(kinds))}.")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=160)
+        with replacing(out) as part:
+            figure.savefig(part, format=out.suffix[1:], dpi=160)
     return out

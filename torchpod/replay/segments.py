@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -34,19 +35,10 @@ class Segments:
       run_dir: the run folder.
       rank: of this process.
       num_iterations: of the run, if it may end before the ring is full.
-      member: whose part is saved, as that of a run of its own; None: all of it.
     """
 
-    def __init__(
-        self,
-        buffer: ReplayBuffer,
-        run_dir: Path,
-        rank: int,
-        num_iterations: int | None = None,
-        member: int | None = None,
-    ) -> None:
+    def __init__(self, buffer: ReplayBuffer, run_dir: Path, rank: int, num_iterations: int | None = None) -> None:
         self._buffer, self._run_dir, self._rank, self._num_iterations = buffer, run_dir, rank, num_iterations
-        self._member = member
         self._has_looked = False
         self._folder = run_dir / "replay" / str(rank)
         self._digests: dict[str, str] = {}
@@ -55,7 +47,7 @@ class Segments:
     def save(self, iteration: int) -> bytes:
         """Writes what was stored before an iteration and is in no file yet. Returns what the checkpoint keeps."""
         window, oldest = self._window, self._oldest(iteration)
-        per_iteration = sum(x.numel() * x.element_size() for x in self._slice(0, 1).values())
+        per_iteration = self._buffer.nbytes // self._buffer.num_unrolls
         piece = max(1, min(window // _PIECES, _MOST_BYTES // max(1, per_iteration)))
         if not self._has_looked:
             self._has_looked = True
@@ -75,7 +67,7 @@ class Segments:
             begin = end
         self._saved = iteration
         self._digests = {name: digest for name, digest in self._digests.items() if _range(name)[1] > oldest}
-        return json.dumps(self._digests, indent=1).encode()
+        return _manifest(self._digests)
 
     @property
     def _window(self) -> int:
@@ -104,15 +96,27 @@ class Segments:
 
     def clean(self) -> None:
         """Removes the files that no checkpoint needs; none if a checkpoint cannot be asked."""
-        kept = set(self._digests)
-        try:
-            for folder in all_of(self._run_dir):
-                kept |= set(json.loads(manifest_of(folder, self._rank)))
-        except CheckpointError:
-            return
-        for path in self._folder.glob("*.pt"):
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
+        clean(self._run_dir, self._rank)
+
+    def split(self, run_dirs: Mapping[int, Path]) -> dict[int, bytes]:
+        """Writes the parts of a population's members as files of runs of their own.
+
+        Args:
+          run_dirs: by member.
+
+        Returns:
+          By member, what its checkpoint keeps.
+        """
+        digests: dict[int, dict[str, str]] = {p: {} for p in run_dirs}
+        for name in self._digests:
+            flat = torch.load(self._folder / name, map_location="cpu", weights_only=True)
+            for p, run_dir in run_dirs.items():
+                path = run_dir / "replay" / "0" / name
+                with writing(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_tensors(path, {key: x[p].clone() for key, x in flat.items()})
+                    digests[p][name] = _digest(path)
+        return {p: _manifest(x) for p, x in digests.items()}
 
     def restore(self, checkpoint: Path, iteration: int, *, broken: bool) -> None:
         """Fills the buffer, as soon as it has memory, with what a checkpoint lists.
@@ -171,11 +175,10 @@ class Segments:
 
     def _slice(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         flat = {pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(self._buffer.storage)[0]}
-        parts = {
+        return {
             name: torch.cat([part.cpu() for part in self._runs(x, begin, end)], self._buffer.axis)
             for name, x in flat.items()
         }
-        return parts if self._member is None else {name: x[self._member].clone() for name, x in parts.items()}
 
     def _runs(self, x: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
         """Where the iterations `begin ... end - 1` lie: one piece of memory, or two around the end of the ring."""
@@ -184,6 +187,23 @@ class Segments:
         before = min(count, num - first)
         runs = [x.narrow(axis, first * each, before * each), x.narrow(axis, 0, (count - before) * each)]
         return [run for run in runs if run.shape[axis]]
+
+
+def clean(run_dir: Path, rank: int) -> None:
+    """Removes the files of a rank that no checkpoint of a run needs; none if a checkpoint cannot be asked."""
+    kept: set[str] = set()
+    try:
+        for folder in all_of(run_dir):
+            kept |= set(json.loads(manifest_of(folder, rank)))
+    except CheckpointError:
+        return
+    for path in (run_dir / "replay" / str(rank)).glob("*.pt"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def _manifest(digests: dict[str, str]) -> bytes:
+    return json.dumps(digests, indent=1).encode()
 
 
 def _range(name: str) -> tuple[int, int]:

@@ -198,9 +198,10 @@ def _start(job: _Job, loop: Anakin | Sebulba) -> _Beginning | Run:
 def _summary(run_dir: Path) -> dict[str, Any] | None:
     """What summary.json holds; None if it is missing or damaged: then the run is evaluated again."""
     try:
-        return json.loads((run_dir / "summary.json").read_text())
+        summary = json.loads((run_dir / "summary.json").read_text())
     except (FileNotFoundError, ValueError):
         return None
+    return summary if isinstance(summary, dict) else None
 
 
 def _segments(loop: Anakin | Sebulba, run_dir: Path, source: Path | None, iteration: int) -> Segments | None:
@@ -250,15 +251,15 @@ def _go_on(
         ready()
         training.run(until)
     variables = loop.learner.acting(training.state.learner, training.state.iteration)
-    summary = _conclude(job, loop, variables, training, judge, run_dir) if ranks.rank == 0 else {}
+    summary = _conclude(job, loop.agent, variables, training, judge, keeper) if ranks.rank == 0 else {}
     return Run(run_dir, summary, loop.agent, variables)
 
 
 def _conclude(
-    job: _Job, loop: Anakin | Sebulba, variables: dict[str, Tensor], training: Training, judge: Judge, run_dir: Path
+    job: _Job, agent: Agent, variables: dict[str, Tensor], training: Training, judge: Judge, keeper: Keeper
 ) -> dict[str, Any]:
     """Evaluates what was trained, and writes the summary, which it returns."""
-    config, state, timing = job.config, training.state, training.timing
+    config, run_dir, state, timing = job.config, keeper.run_dir, training.state, training.timing
     said = f"stopped in the final evaluation; what was trained is saved: torchpod eval {run_dir}"
     try:
         with StopFlag(ALONE, job.device, lambda: said, in_c=True):  # a signal stops it at once
@@ -269,8 +270,7 @@ def _conclude(
     except HostError as error:
         error.add_note(f"What was trained is saved; evaluate it with torchpod eval {run_dir}")
         raise
-    write_text(run_dir / "summary.json", json.dumps(summary, indent=1))
     if config.population > 1:
-        replay = loop.replay.buffer if loop.replay else None
-        write_members(run_dir, config, loop.agent, replay, state, summary, timing.wall_s)
+        write_members(run_dir, config, agent, keeper.segments, state, summary, timing.wall_s)
+    write_text(run_dir / "summary.json", json.dumps(summary, indent=1))  # last: the run is finished
     return summary

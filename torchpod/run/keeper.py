@@ -40,7 +40,7 @@ class Keeper:
         segments: Segments | None,
         saved_at: int | None,
     ) -> None:
-        self._config, self.run_dir, self._ranks, self._segments = config, run_dir, ranks, segments
+        self._config, self.run_dir, self._ranks, self.segments = config, run_dir, ranks, segments
         self._agent, self.saved_at = agent, saved_at
         self._last_saved = time.perf_counter()
 
@@ -53,10 +53,13 @@ class Keeper:
 
     def save(self, state: RunState, wall_s: float) -> None:
         """Writes a checkpoint."""
-        folder = save_state(
-            self.run_dir, self._agent, state, {"wall_s": wall_s}, self._ranks, self._config.keep, self._segments
-        )
-        self.saved_at = int(folder.name)
+        iteration, segments = int(state.iteration.flatten()[0]), self.segments
+        manifest = None if segments is None else segments.save(iteration)
+        meta, keep = {"wall_s": wall_s}, self._config.keep
+        save_state(self.run_dir, self._agent, state, meta, self._ranks, keep, manifest)
+        if segments is not None:
+            segments.clean()
+        self.saved_at = iteration
         self._last_saved = time.perf_counter()
 
     def rescue(self, state: RunState, wall_s: float) -> str:
@@ -87,16 +90,11 @@ def save_state(
     meta: dict[str, Any],
     ranks: Ranks,
     keep: int,
-    segments: Segments | None = None,
-) -> Path:
-    """Writes a checkpoint of a whole run, with what its replay buffer holds."""
+    manifest: bytes | None = None,
+) -> None:
+    """Writes a checkpoint of a whole run; `manifest` lists what its replay buffer holds."""
     weights = state.learner.params | state.learner.buffers
     iteration = int(state.iteration.flatten()[0])
     meta = {"versions": versions(), "threads": torch.get_num_threads(), "job": os.environ.get(JOB), **meta}
-    manifest, layers = None if segments is None else segments.save(iteration), layers_of(agent)
-    folder = checkpoint.save(
-        run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest, layers=layers
-    )
-    if segments is not None:
-        segments.clean()
-    return folder
+    layers = layers_of(agent)
+    checkpoint.save(run_dir, iteration, weights, state, meta, ranks=ranks, keep=keep, manifest=manifest, layers=layers)

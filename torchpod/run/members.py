@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 from torchpod import checkpoint
 from torchpod.agent import Agent
 from torchpod.anakin import RunState
+from torchpod.checkpoint import CheckpointError
 from torchpod.config import ConfigError, TrainConfig
 from torchpod.distributed import Ranks
 from torchpod.hints import nearest
 from torchpod.metrics import Logger, read_metrics
-from torchpod.replay.buffer import ReplayBuffer
-from torchpod.replay.segments import Segments
+from torchpod.replay.segments import Segments, clean
 from torchpod.run.folder import write_text
 from torchpod.run.keeper import save_state
 
@@ -55,18 +55,20 @@ def write_members(
     run_dir: Path,
     config: TrainConfig,
     agent: Agent,
-    replay: ReplayBuffer | None,
+    segments: Segments | None,
     state: RunState,
     summary: dict[str, Any],
     wall_s: float,
 ) -> None:
     """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
     rows = read_metrics(run_dir)
-    for p in range(config.population):
-        folder = run_dir / "members" / str(p)
-        if checkpoint.all_of(folder) and _OURS not in checkpoint.read_meta(checkpoint.latest(folder)):
+    folders = {p: run_dir / "members" / str(p) for p in range(config.population)}
+    for p, folder in list(folders.items()):
+        if _goes_its_own_way(folder):
             print(f"{folder} has gone on by itself, and is left as it is.")
-            continue
+            del folders[p]
+    manifests = {} if segments is None else segments.split(folders)
+    for p, folder in folders.items():
         with checkpoint.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         member = replace(
@@ -79,8 +81,9 @@ def write_members(
             resume=None,
         )
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
-        segments = None if replay is None else Segments(replay, folder, 0, config.num_iterations, member=p)
-        save_state(folder, agent, one, {"wall_s": wall_s, _OURS: True}, Ranks(), config.checkpoint.keep, segments)
+        meta, keep = {"wall_s": wall_s, _OURS: True}, config.checkpoint.keep
+        save_state(folder, agent, one, meta, Ranks(), keep, manifests.get(p))
+        clean(folder, 0)
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
         own["healthy"] = bool(state.learner.healthy[p])
@@ -90,3 +93,11 @@ def write_members(
                 own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}
                 rates = {name: own[name] / config.population for name in ("env_steps_per_s",) if name in own}
                 logger.write(own | rates)
+
+
+def _goes_its_own_way(run_dir: Path) -> bool:
+    """Whether the newest checkpoint of a member, if there is one, is its own."""
+    try:
+        return bool(checkpoint.all_of(run_dir)) and _OURS not in checkpoint.read_meta(checkpoint.latest(run_dir))
+    except CheckpointError:  # damaged: it is written anew
+        return False

@@ -23,9 +23,10 @@ others, `reset` and `step` return one value more, a dict like Gymnasium's `info`
 Of who is not alive the discount is to be 0, but at the start of an episode, unless the dict has discounts.
 """
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,13 +36,14 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.actions import random_action
-from torchpod.compile import Compiler
+from torchpod.compile import CompileError, Compiler, RecompilationError
 from torchpod.env import Env, TensorEnv
 from torchpod.graph import Replay
 from torchpod.specs import EnvSpec
-from torchpod.testing.contract import named_leaves, require_no_reading
+from torchpod.testing.contract import ContractError, named_leaves, require_no_reading
 from torchpod.trees import contiguous
 from torchpod.types import FIRST, LAST, TimeStep, Tree
+from torchpod.watched import sentence
 
 UNSAID = "; where agents leave, or discounts are others, let it return them as one value more"
 """How to repair a discount of which the reference has told nothing."""
@@ -49,6 +51,19 @@ UNSAID = "; where agents leave, or discounts are others, let it return them as o
 
 class ConsistencyError(ValueError):
     """A tensor environment and its reference differ; the message says where first."""
+
+
+class FailedError(RuntimeError):
+    """The environment or the reference raised an exception, which is the cause.
+
+    Args:
+      who: env or reference.
+      what: it did, e.g. "fails at step 1 of an episode (step 1 in all), environment 0: KeyError: 'k'."
+    """
+
+    def __init__(self, who: str, what: str) -> None:
+        super().__init__(f"the {who} {what}")
+        self.who, self.what = who, what
 
 
 class Report(NamedTuple):
@@ -93,6 +108,7 @@ def check_consistency(
 
     Raises:
       ConsistencyError: names step, environment, agent and feature of the first difference.
+      FailedError: either of them raised an exception.
       ContractError: the tensor environment branches on a tensor; says where.
       ValueError: for an environment on the host; if there is nothing to play; for capture on CUDA without `compile`.
     """
@@ -112,7 +128,9 @@ def check_consistency(
         raise ValueError("capture on a GPU is of compiled steps, as in Anakin; add compile (--compile).")
     num_steps = num_steps or min(2 * (env.spec.max_episode_steps or 100) + 2, 1000)
     tolerance = _Tolerance(rtol, atol, atol if reward_atol is None else reward_atol)
-    rows = [_Row(env, copy.deepcopy(reference), i, tolerance) for i in range(num_envs)]
+    with _failing("reference", "when it is copied"):
+        references = [copy.deepcopy(reference) for _ in range(num_envs)]
+    rows = [_Row(env, own, i, tolerance) for i, own in enumerate(references)]
     keys, action_keys = (random.split(random.fold_in(random.key(seed, device), i), num_envs) for i in range(2))
 
     def contiguous_step(state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
@@ -120,16 +138,19 @@ def check_consistency(
 
     init, step = _told(lambda keys: contiguous(env.init(keys))), _told(Compiler(compile)(contiguous_step))
     with torch.no_grad():
-        state, timestep = init(random.at(keys, 0))
+        with _failing("env", "in reset()"):
+            state, timestep = init(random.at(keys, 0))
         if capture:
             action = random_action(env.spec, timestep.observation, random.at(action_keys, 1))
-            step = _captured(step, state, action, random.at(keys, 1))
+            with _failing("env", "at step 1"):
+                step = _captured(step, state, action, random.at(keys, 1))
         for row in rows:
             row.begin(0, _inner(env, state), timestep)
         for i in range(1, num_steps + 1):
             was_last = (timestep.step_type == LAST).tolist()
             action = random_action(env.spec, timestep.observation, random.at(action_keys, i))
-            state, timestep = step(state, action, random.at(keys, i))
+            with _failing("env", f"at step {i}"):
+                state, timestep = step(state, action, random.at(keys, i))
             for row, resets in zip(rows, was_last, strict=True):
                 if resets:
                     row.begin(i, _inner(env, state), timestep)
@@ -138,6 +159,17 @@ def check_consistency(
     return Report(
         sum(row.num_steps for row in rows), sum(row.num_episodes for row in rows), max(row.largest for row in rows)
     )
+
+
+@contextlib.contextmanager
+def _failing(who: str, when: str) -> Iterator[None]:
+    """What the code of who wrote it raises, as a sentence; what torchpod says of it stays."""
+    try:
+        yield
+    except (ContractError, CompileError, RecompilationError):
+        raise
+    except Exception as error:
+        raise FailedError(who, f"fails {when}: {sentence(error)}") from error
 
 
 def _told(fn: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -184,7 +216,8 @@ class _Row:
         """An episode starts."""
         self._began = step
         self._exactly(step, "step type", int(timestep.step_type[self._index]), FIRST)
-        result = self._reference.reset(self._of(state))
+        with _failing("reference", f"in reset() at step {step}, environment {self._index}"):
+            result = self._reference.reset(self._of(state))
         informed = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         observation, told = result if informed else (result, None)
         self._compare(step, "observation", self._of(timestep.observation), observation)
@@ -195,7 +228,8 @@ class _Row:
         """A transition."""
         self.num_steps += 1
         arguments = (self._of(action), keys[self._index].cpu()) if self._takes_key else (self._of(action),)
-        result = self._reference.step(*arguments)
+        with _failing("reference", f"at {self._when(step)}"):
+            result = self._reference.step(*arguments)
         if not (isinstance(result, tuple) and len(result) in (4, 5)):
             raise ValueError(
                 "step() of the reference must return (observation, reward, terminated, truncated[, info])."
@@ -270,8 +304,10 @@ class _Row:
             self.largest = max(self.largest, float(error.max(initial=0.0)))
 
     def _where(self, step: int) -> str:
-        place = f"step {step - self._began} of an episode (step {step} in all), environment {self._index}"
-        return f"{self._spec.name} at {place}"
+        return f"{self._spec.name} at {self._when(step)}"
+
+    def _when(self, step: int) -> str:
+        return f"step {step - self._began} of an episode (step {step} in all), environment {self._index}"
 
 
 def _all_zero(tree: Tree) -> bool:
