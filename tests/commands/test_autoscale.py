@@ -230,3 +230,9 @@ class TestCommand:
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(ConfigError, match="measures one process; start it without torchrun"):
             autoscale.main([])
+
+
+@pytest.mark.parametrize(("algo", "paced"), [("algo=tests/user_agent.py:MyAgent", False), ("algo=dqn", True)])
+def test_only_agents_with_replay_keep_their_updates_per_step(algo, paced):
+    start, more = autoscale._begin(load([algo, "env=cartpole"]))
+    assert bool(more) == paced and (start.num_minibatches is None) == paced
