@@ -15,6 +15,8 @@ from torchpod.config import ConfigError, load
 from torchpod.main import main
 from torchpod.run.execute import execute
 from torchpod.run.folder import read_config
+from torchpod.run.judge import Judge
+from torchpod.watched import HostError
 
 SMALL = ("env=cartpole", "compile=false", "num_envs=4", "algo.unroll_length=8", "total_env_steps=64")
 QUIET = ("logger.console=false", "evaluation.episodes=2")
@@ -64,6 +66,19 @@ def test_a_finished_run_with_a_damaged_summary_is_evaluated_again(tmp_path: Path
     run = execute(load([*SMALL, *QUIET, f"run_dir={tmp_path}/run"]))
     (run.dir / "summary.json").write_text("{bad")
     assert execute(load([f"resume={run.dir}"])).summary["eval_return"] == run.summary["eval_return"]
+
+
+def test_a_run_that_goes_on_is_finished_no_more(tmp_path: Path, monkeypatch):
+    execute(load([*SMALL, *QUIET, f"run_dir={tmp_path}/run"]))
+
+    def fails(*_):
+        raise HostError("no way on")
+
+    with monkeypatch.context() as broken, pytest.raises(HostError):
+        broken.setattr(Judge, "evaluate", fails)
+        execute(load([f"resume={tmp_path}/run", "total_env_steps=128"]))
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert execute(load([f"resume={tmp_path}/run"])).summary["env_steps"] > 64
 
 
 def test_a_class_may_move_to_a_file_of_another_name(tmp_path: Path, monkeypatch):

@@ -221,7 +221,7 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         except (HydraException, OmegaConfBaseException) as error:
             if there := re.search(r"An item is already at '([^']*)'", str(error)):
                 raise ConfigError(f"{there[1]} is there already; leave the plus sign out.") from error
-            if told := next(filter(None, map(_misread, overrides)), None):
+            if told := next(filter(None, map(_misread, plain)), None):
                 raise ConfigError(told) from error
             raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
     assert isinstance(values, dict)
@@ -584,7 +584,8 @@ def _cast(hint: Any, value: Any, name: str) -> Any:
     elif hint is type(None) and value is None:
         return None
     repair = ""
-    if str in (hint, *arguments) and isinstance(value, int | float) and "[" not in name:  # YAML's idea of a text
+    is_text = hint is str or (origin in (types.UnionType, typing.Union) and str in arguments)
+    if is_text and isinstance(value, int | float) and "[" not in name:  # YAML's idea of a text
         text = json.dumps(value) if isinstance(value, bool) else value
         repair = f"; write {name}='\"{text}\"' for a text"
     raise ConfigError(f"{name}={value!r}: expected {_expected(hint)}{repair}.")

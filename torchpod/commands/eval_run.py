@@ -1,6 +1,7 @@
 """Evaluates a run folder: the weights of its newest checkpoint, on fresh episodes."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,7 +76,6 @@ def eval_run(
         raise ValueError(f"--member {member} must be from 0 to {config.population - 1}.")
     if episode is not None:
         check_recording(episode)
-        require_writable("--episode", episode)
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env) if env is None else env
@@ -85,6 +85,8 @@ def eval_run(
         if video is not None:
             check_video(video, env)
             require_writable("--video", video)
+        if episode is not None:
+            require_writable("--episode", episode)
         agent = make_agent(config.algo, env.spec)()
         lead = () if config.population == 1 else (config.population,)
         here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
@@ -110,7 +112,8 @@ def eval_run(
                 explore=sample,
             )
         except (RuntimeError, OverflowError) as error:
-            on_cpu = "can't allocate memory" in str(error)  # there it is any RuntimeError
+            # On a CPU it is no error of its own.
+            on_cpu = re.search("can't allocate memory|size calculation overflowed", str(error))
             if on_cpu or isinstance(error, torch.OutOfMemoryError | OverflowError):
                 raise ValueError(f"--episodes {episodes} are too many for the memory of {where}; use fewer.") from error
             raise

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -96,7 +96,7 @@ class Segments:
 
     def clean(self) -> None:
         """Removes the files that no checkpoint needs; none if a checkpoint cannot be asked."""
-        clean(self._run_dir, self._rank)
+        clean(self._run_dir, self._rank, self._digests)
 
     def split(self, run_dirs: Mapping[int, Path]) -> dict[int, bytes]:
         """Writes the parts of a population's members as files of runs of their own.
@@ -112,10 +112,15 @@ class Segments:
             flat = torch.load(self._folder / name, map_location="cpu", weights_only=True)
             for p, run_dir in run_dirs.items():
                 path = run_dir / "replay" / "0" / name
+                partial = path.with_suffix(".partial")  # an earlier checkpoint may have a file of that name
                 with writing(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    write_tensors(path, {key: x[p].clone() for key, x in flat.items()})
-                    digests[p][name] = _digest(path)
+                    try:
+                        write_tensors(partial, {key: x[p].clone() for key, x in flat.items()})
+                        digests[p][name] = _digest(partial)
+                        partial.replace(path)
+                    finally:
+                        partial.unlink(missing_ok=True)
         return {p: _manifest(x) for p, x in digests.items()}
 
     def restore(self, checkpoint: Path, iteration: int, *, broken: bool) -> None:
@@ -189,9 +194,13 @@ class Segments:
         return [run for run in runs if run.shape[axis]]
 
 
-def clean(run_dir: Path, rank: int) -> None:
-    """Removes the files of a rank that no checkpoint of a run needs; none if a checkpoint cannot be asked."""
-    kept: set[str] = set()
+def clean(run_dir: Path, rank: int, newest: Iterable[str]) -> None:
+    """Removes the files of a rank that no checkpoint of a run needs, nor is in `newest`.
+
+    That is what the newest checkpoint lists, which another host may have written and this one not see yet. None is
+    removed if a checkpoint cannot be asked.
+    """
+    kept = set(newest)
     try:
         for folder in all_of(run_dir):
             kept |= set(json.loads(manifest_of(folder, rank)))

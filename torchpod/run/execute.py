@@ -236,6 +236,7 @@ def _go_on(
     with opened as logger:
         if ranks.rank == 0:
             write_text(run_dir / "config.yaml", yaml.safe_dump(replace(config, resume=None).to_dict(), sort_keys=False))
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was finished, and goes on
             if config.logger.console:
                 print(f"run folder {run_dir}", flush=True)
         judge = Judge(

@@ -79,7 +79,7 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
         *path, name = names.get(key, key).split(".")
         old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
         moved = key in ("algo", "env") and _moved(str(old.get(name)), str(new.get(name)))
-        if moved and Path(str(old[name])).name != Path(str(new[name])).name:
+        if moved and Path(str(old[name])).name != Path(str(new[name])).name and os.environ.get("RANK", "0") == "0":
             print(f"{key}={new[name]} is taken for {old[name]}, which is not there any more.")
         if moved or ".".join([*path, name]) in MAY_CHANGE or [*path, name][0] in MAY_CHANGE:
             old[name] = new[name]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchpod import anakin, sebulba
+from torchpod import algos, anakin, sebulba
 from torchpod.agent import Agent
 from torchpod.anakin import Anakin, RunState
 from torchpod.compile import Compiler
@@ -26,7 +26,8 @@ def make_loop(
       ConfigError: if settings of replay were given, and the agent, one of a user's, has none.
     """
     # Only an agent that is made can say it; those whose settings are in configs/ have refused it in `load`.
-    if (told := without_replay(f"algo={config.algo.name}", config.given)) and not make().replayed:
+    told = without_replay(f"algo={config.algo.name}", config.given)
+    if told and config.algo.name not in algos.MAKERS and not make().replayed:
         raise ConfigError(told)
     settings: dict[str, Any] = {
         "num_envs": ranks.share(config.num_envs, "num_envs"),

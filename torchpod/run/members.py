@@ -83,7 +83,7 @@ def write_members(
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
         meta, keep = {"wall_s": wall_s, _OURS: True}, config.checkpoint.keep
         save_state(folder, agent, one, meta, Ranks(), keep, manifests.get(p))
-        clean(folder, 0)
+        clean(folder, 0, json.loads(manifests.get(p, b"{}")))
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
         own["healthy"] = bool(state.learner.healthy[p])
@@ -96,8 +96,8 @@ def write_members(
 
 
 def _goes_its_own_way(run_dir: Path) -> bool:
-    """Whether the newest checkpoint of a member, if there is one, is its own."""
+    """Whether a member has a checkpoint of its own, or one that cannot be read."""
     try:
-        return bool(checkpoint.all_of(run_dir)) and _OURS not in checkpoint.read_meta(checkpoint.latest(run_dir))
-    except CheckpointError:  # damaged: it is written anew
-        return False
+        return any(_OURS not in checkpoint.read_meta(folder) for folder in checkpoint.all_of(run_dir))
+    except CheckpointError:
+        return True
