@@ -15,7 +15,6 @@ The file is read with NumPy alone, `numpy.load(FILE)`. With T steps, and N agent
 Entries of dicts are named likewise, `observation/governor/action_mask`. Row 0 is the start of the episode.
 """
 
-import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from torchpod.agent import Agent, Variables
 from torchpod.env import Env
 from torchpod.envs.transforms import innermost
 from torchpod.evaluate import MAX_STEPS
+from torchpod.files import replacing
 from torchpod.rollout import make_step, start
 from torchpod.types import FIRST, TimeStep, Tree
 
@@ -119,18 +119,8 @@ def save_recording(path: Path, env: Env, recording: Recording) -> str:
       OSError: if the file cannot be written, which it names.
     """
     arrays = arrays_of(env, recording)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:  # of a name numpy would change the suffix
-            np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]: no array is named allow_pickle
-        part.replace(path)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        with contextlib.suppress(OSError):  # as where its folder is a file
-            part.unlink()
+    with replacing(path) as part, open(part, "wb") as file:  # of a name numpy would change the suffix
+        np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]: no array is named allow_pickle
     length = recording.timestep.step_type.shape[0] - 1
     return f"{path}: {length} steps in {len(arrays)} arrays, return {float(recording.rewards.sum()):.1f}"
 

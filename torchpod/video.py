@@ -1,6 +1,5 @@
 """Videos of episodes: `torchpod eval RUN --video FILE`. Drawing is render/, the episode is from recording.py."""
 
-import contextlib
 import importlib
 import itertools
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
 from torchpod.env import Env
+from torchpod.files import replacing
 from torchpod.recording import Recording
 from torchpod.render import describe, drawing_of, render
 from torchpod.types import FIRST
@@ -73,17 +73,8 @@ def record(path: Path, env: Env, recording: Recording) -> str:
 
 def write_video(path: Path, frames: Iterable[Frame], fps: int) -> None:
     """Writes frames as .gif or .mp4; the folder is made if it does not exist, and a failure leaves no file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as part:
         WRITERS[path.suffix](part, iter(frames), fps)
-        part.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
 
 
 def _write_gif(path: Path, frames: Iterator[Frame], fps: int) -> None:

@@ -14,7 +14,7 @@ AGENT = f"algo={Path(__file__).parents[1] / 'user_agent.py'}:MyAgent"
 TINY = ("compile=false", "num_envs=8", "algo.unroll_length=8", "algo.learner.num_epochs=1")
 
 
-def _loop(overrides: list[str]):  # noqa: ANN202
+def _loop(overrides: list[str]):
     config = load([*TINY, *overrides])
     env = make_env(config.env)
     return make_loop(config, env, make_agent(config.algo, env.spec), Ranks(), torch.device("cpu"))

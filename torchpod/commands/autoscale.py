@@ -17,8 +17,7 @@ import torch
 import yaml
 
 from torchpod import algos
-from torchpod.arguments import Parser
-from torchpod.commands.files import require_writable
+from torchpod.arguments import Parser, require_writable
 from torchpod.commands.knobs import GAIN, NAMES, Row, Search, Setting
 from torchpod.commands.probe import CPU_SHARE, Answer, measure
 from torchpod.config import ConfigError, TrainConfig, load

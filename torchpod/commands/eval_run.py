@@ -10,8 +10,8 @@ import torch
 from torchpod import checkpoint, random
 from torchpod.agent import Agent, Variables, variables_of
 from torchpod.anakin import EVAL_STREAM
+from torchpod.arguments import require_writable
 from torchpod.checkpoint import CheckpointError
-from torchpod.commands.files import require_writable
 from torchpod.commands.scripted import scripted
 from torchpod.compile import Compiler
 from torchpod.config import TrainConfig

@@ -12,7 +12,7 @@ from torchpod import checkpoint, random
 from torchpod.agent import variables_of
 from torchpod.checkpoint import CheckpointError
 from torchpod.commands.eval_run import acting_weights
-from torchpod.commands.files import replacing
+from torchpod.files import replacing
 from torchpod.interop.policy import Greedy
 from torchpod.makers import make_agent, make_env
 from torchpod.run.folder import read_config

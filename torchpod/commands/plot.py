@@ -8,8 +8,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from torchpod.commands.files import replacing
 from torchpod.config import default_experiment
+from torchpod.files import replacing
 from torchpod.metrics import METRICS_FILE, read_metrics
 from torchpod.stats import bootstrap_ci, iqm
 
