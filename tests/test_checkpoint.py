@@ -221,7 +221,7 @@ def other_shapes(folder: Path) -> None:
     ("change", "message"),
     [
         (change_format, "has checkpoint format 3, this version reads 2."),
-        (no_checkpoints, "is a run that has no checkpoint yet; start it again with run_dir="),
+        (no_checkpoints, "is a run that has no checkpoint yet; wait for its first one if it is running, or"),
         (foreign_config, "is no run folder: config.yaml is not ours (learning_rate is no setting"),
         (other_shapes, "does not fit this run: .actor_keys is int64 [4, 3] there and int64 [8, 3] here; resume with"),
     ],

@@ -222,6 +222,21 @@ def test_chunks_sum_to_the_whole_minibatch(seed, chunk_rows, recurrent):
     assert_equal(metrics_b, metrics_a, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("recurrent", "rows"), [(False, (64,)), (True, (2, 64))])
+def test_the_length_of_a_gradient_is_learned_from_few_rows(seed, recurrent, rows, monkeypatch):
+    length, size, seen = 2, 400, []
+    agent = Counter(length * size, recurrent=recurrent)
+    observation = torch.arange((length + 1) * size, dtype=torch.float32).view(length + 1, size)
+    learner = Learner(agent, LearnerConfig(num_epochs=1, num_minibatches=1, chunk_rows=200), num_iterations=1)
+    loss = agent.loss
+    monkeypatch.setattr(
+        agent, "loss", lambda batch, *args: seen.append(batch.steps["weight"].shape) or loss(batch, *args)
+    )
+    trajectory = experience(seed, length, size, observation=observation)
+    learner.update(learner.init(*variables_of(agent)), trajectory, random.split(random.key(seed), size))
+    assert seen == [rows, *[(2, 100) if recurrent else (200,)] * 4]
+
+
 def test_standardised_columns_have_mean_0_and_std_1_over_valid_rows(seed):
     length, size = 16, 6
     rows = torch.arange((length + 1) * size, dtype=torch.float32).view(length + 1, size)

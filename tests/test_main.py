@@ -524,7 +524,11 @@ class TestEval:
         assert not list(Path.cwd().glob("x.*"))
 
 
-def test_without_a_compiler_compile_true_says_so_and_compile_false_works(call: Call, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_without_a_compiler_compile_true_says_so_and_compile_false_works(
+    call: Call, monkeypatch: pytest.MonkeyPatch, gpu: bool
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     for variable, value in (("CXX", "/nowhere/g++"), ("PATH", "/nowhere")):
         with monkeypatch.context() as patch:
             patch.delenv("CXX", raising=False)

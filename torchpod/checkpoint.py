@@ -151,7 +151,8 @@ def latest(run_dir: str | Path) -> Path:
     found = all_of(run_dir)
     if not found and (run_dir / "config.yaml").is_file():
         raise CheckpointError(
-            f"{run_dir} is a run that has no checkpoint yet; start it again with run_dir={run_dir} resume=auto."
+            f"{run_dir} is a run that has no checkpoint yet; wait for its first one if it is running, or start it "
+            f"again with run_dir={run_dir} resume=auto."
         )
     if not found:
         raise CheckpointError(f"{run_dir} holds no checkpoint; give a folder that torchpod train has written.")

@@ -38,13 +38,13 @@ class Compiler:
     """
 
     def __init__(self, enabled: bool, population: int = 1, max_compilations: int = 1) -> None:
-        has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
-        if enabled and not has_compiler and not torch.cuda.is_available():
+        compiler = os.environ.get("CXX", "g++")
+        if enabled and shutil.which(compiler) is None:  # programs for a GPU need one too, to be launched
             raise RuntimeError(
-                "compile=true needs a C++ compiler, and g++ was not found; install it (Debian: apt-get install g++), "
-                "or run with compile=false."
+                f"compile=true needs a C++ compiler, and {compiler} was not found; install g++ (Debian: apt-get "
+                "install g++), or run with compile=false."
             )
-        if enabled and has_compiler:
+        if enabled:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
         self._made: weakref.WeakSet[Compiled] = weakref.WeakSet()  # an evaluation's programs go when it is over

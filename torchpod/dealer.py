@@ -128,6 +128,12 @@ class Dealer:
             columns.append(column)
         return [write(row) for row in zip(*columns, strict=True)]
 
+    def some_of(self, chunk: Batch) -> Batch:
+        """The first rows of a chunk of one member, or its first environments for recurrent agents."""
+        axis = 1 if self.agent.recurrent else 0
+        steps = pytree.tree_map(lambda x: x.narrow(axis, 0, min(x.shape[axis], 64)), chunk.steps)
+        return Batch(steps, pytree.tree_map(lambda x: x[:64], chunk.actor_state))
+
     # The functions below see one member of the population, and are compiled.
 
     def _deal_one(self, batch: Batch, keys: Tensor, counter: Tensor) -> tuple[Batch, Tensor]:

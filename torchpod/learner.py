@@ -336,7 +336,8 @@ class Learner:
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """What `_sum_chunks_of` begins with: the numbers of a minibatch's chunks, and zeros if there are several.
 
-        How many zeros is learned once, from the gradient of a chunk of `minibatches()`, which are asked for only then.
+        How many zeros is learned once, from the gradient of some rows of `minibatches()`, which are asked for only
+        then: it is not compiled, and of a whole chunk would take several times the memory of what is.
         """
         numbers, lead = self._numbers(state, range(num_chunks)), state.healthy.shape
         if num_chunks == 1:
@@ -344,7 +345,8 @@ class Learner:
         if self._flat_like is None:
             chunk = self.dealer.cut(minibatches(), num_chunks)[0]
             first: Any = state.params, state.buffers, state.targets, chunk, keys, numbers[0], ()
-            flat, _ = self._gradient_one(*(member(first, 0) if lead else first))
+            first = member(first, 0) if lead else first
+            flat, _ = self._gradient_one(*first[:3], self.dealer.some_of(first[3]), *first[4:])
             self._flat_like = torch.Size([*lead, *flat.shape]), flat.dtype
         shape, dtype = self._flat_like
         return numbers, (torch.zeros(shape, dtype=dtype, device=state.healthy.device),)

@@ -158,7 +158,8 @@ def test_what_a_resumed_run_cannot_change_is_said(capsys):
         "loop.lag=0": "loop.lag=0 cannot change: run has 1",
         "loop=anakin": "loop.name=anakin cannot change: run has sebulba",
         "loop.refresh=step": "loop.refresh=step cannot change: run has unroll",
-        "total_env_steps=1": f"run is finished; to go on, give more than total_env_steps={2 * STEPS}",
+        "total_env_steps=1": f"run is finished; to go on, give more than total_env_steps={2 * STEPS}.\n",
+        "evaluation.episodes=3": ". evaluation.episodes had no effect; torchpod eval run evaluates it anew.\n",
     }.items():
         capsys.readouterr()
         main(["train", "resume=run", given])

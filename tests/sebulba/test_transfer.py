@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.sebulba.transfer import Port, Static, devices_of, hand_over, take
+from torchpod.sebulba.transfer import Handed, Port, Static, devices_of, hand_over, take
 
 CPU = torch.device("cpu")
 
@@ -94,6 +94,38 @@ def test_a_static_function_knows_its_arguments_by_their_names():
 def test_on_the_cpu_nothing_is_copied_on_the_way_between_threads():
     tensors = tree()
     assert take(hand_over(tensors, CPU), CPU) is tensors
+
+
+@pytest.mark.parametrize("index", [None, 0])
+def test_what_is_on_this_gpu_already_waits_on_the_stream_that_needs_it(index, monkeypatch):
+    told = []
+
+    class Stream:
+        """Of a GPU that is not there."""
+
+        device = torch.device("cuda", 0)
+
+        def wait_event(self, event):
+            told.append((self, event))
+
+    class OnGPU:
+        """A tensor on it."""
+
+        device = torch.device("cuda", 0)
+
+        def record_stream(self, stream):
+            told.append((stream, self))
+
+        def to(self, device, non_blocking):
+            return self
+
+    mine, other = Stream(), Stream()
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: mine)
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: other)
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: pytest.fail("it went to another stream"))
+    x = OnGPU()
+    assert take(Handed([x], "event"), torch.device("cuda", index)) == [x]
+    assert set(told) == {(mine, "event"), (mine, x)}
 
 
 @pytest.mark.parametrize(

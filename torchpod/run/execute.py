@@ -186,7 +186,9 @@ def _start(job: _Job, loop: Anakin | Sebulba) -> _Beginning | Run:
     steps = config.num_envs * config.algo.unroll_length
     if iteration >= loop.num_iterations and (summary := _summary(source)) is not None:
         if ranks.rank == 0:
-            print(f"{source} is finished; to go on, give more than total_env_steps={iteration * steps:_}.")
+            unused = [key for key in config.given if key.split(".")[0] in ("evaluation", "logger", "checkpoint")]
+            told = f" {', '.join(unused)} had no effect; torchpod eval {source} evaluates it anew." if unused else ""
+            print(f"{source} is finished; to go on, give more than total_env_steps={iteration * steps:_}.{told}")
         return Run(source, summary, loop.agent, loop.learner.acting(state.learner, state.iteration))
     if isinstance(loop, Sebulba):
         state = loop.resume(state, first)

@@ -88,7 +88,7 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
                 f"{'.'.join([*path, name])}={new.get(name)} cannot change: {source} has {old.get(name)}; leave it out, "
                 "or start a new run."
             )
-    return replace(from_dict(settings), run_dir=str(source), resume=None)
+    return replace(from_dict(settings), run_dir=str(source), resume=None, given=config.given)
 
 
 def _moved(old: str, new: str) -> bool:

@@ -200,5 +200,10 @@ class Training:
 
 def _not_finite(tree: Tree) -> list[str]:
     """Names of the leaves that hold NaN or infinity."""
-    leaves = pytree.tree_flatten_with_path(tree)[0]
-    return [pytree.keystr(path).lstrip(".") for path, x in leaves if x.is_floating_point() and not x.isfinite().all()]
+    floats = [(path, x) for path, x in pytree.tree_flatten_with_path(tree)[0] if x.is_floating_point()]
+    # In pieces, for `isfinite` takes as much memory as it looks at, and a replay buffer may have left less than that.
+    return [
+        pytree.keystr(path).lstrip(".")
+        for path, x in floats
+        if not all(piece.isfinite().all() for piece in x.flatten().split(1 << 24))
+    ]

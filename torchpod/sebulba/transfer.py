@@ -61,9 +61,11 @@ def take(handed: Handed, device: torch.device) -> Tree:
     if handed.ready is None and device.type != "cuda":
         return handed.tree
     leaves = pytree.tree_leaves(handed.tree)
+    # Of "cuda" the current one: tensors know which GPU they are on.
+    here = torch.cuda.current_stream(device).device if device.type == "cuda" else device
     with contextlib.ExitStack() as streams:
         # torch copies to another GPU on the current stream of the tensor's own, where an update may be running.
-        for other in {x.device for x in leaves if x.device.type == "cuda"} - {device}:
+        for other in {x.device for x in leaves if x.device.type == "cuda"} - {here}:
             streams.enter_context(torch.cuda.stream(torch.cuda.Stream(other)))
         handed.wait(leaves, device)
         return pytree.tree_map(lambda x: x.to(device, non_blocking=True), handed.tree)
