@@ -19,7 +19,7 @@ from torchpod import random
 from torchpod.agent import Agent, Bound
 from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.nets.nets import STATE
+from torchpod.nets.nets import STATE, seen
 from torchpod.specs import Array, EnvSpec, SpecTree, features, width
 from torchpod.types import ACTION_MASK, LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
@@ -97,9 +97,11 @@ class Policies(Agent):
             raise ValueError(f"{kind} needs an environment with groups of agents, and {spec.name} has one agent.")
         self.groups, self._central, self._observed = dict(spec.groups), central, spec.observation
         common = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "policies"}
-        given = {name: _as_mapping(name, of) for name, of in (config.policies or {}).items()}
+        given = {name: _as_mapping(of) for name, of in (config.policies or {}).items()}
         if not any("agents" in own for own in given.values()):
             given = dict.fromkeys(spec.groups, {}) | given
+        for name in given:
+            _check_name(name, spec)
         ids = _ids(spec, given)
         self._members = {name: _members(self.groups, own) for name, own in ids.items()}
         self._places = _places(self.groups, ids)
@@ -136,7 +138,7 @@ class Policies(Agent):
                     "them out."
                 )
             if name not in self._trained:
-                _freeze(agent)
+                agent.requires_grad_(False)
             self.policies[name] = agent
         agents = dict(self._agents())
         self.recurrent = any(agent.recurrent for agent in agents.values())
@@ -324,14 +326,23 @@ class IA2C(Policies):
         super().__init__(spec, config, A2C, A2CConfig)
 
 
-def _as_mapping(name: str, given: Any) -> dict[str, Any]:
+def _as_mapping(given: Any) -> dict[str, Any]:
     """`{agents: ...}` of `[ids]`."""
+    return dict(given) if isinstance(given, Mapping) else {"agents": given}
+
+
+def _check_name(name: str, spec: EnvSpec) -> None:
     is_name = isinstance(name, str) and name.isidentifier()
     if not is_name or name in _METRICS or hasattr(nn.ModuleDict, name):
-        raise ValueError(
-            f"policy {name!r} must have a name of letters, digits and underscores, and not one like train or loss."
+        repair = (
+            f"; give the agents of that group others: policies={{NAME: [{name}]}}"
+            if name in (spec.groups or ())
+            else ""
         )
-    return dict(given) if isinstance(given, Mapping) else {"agents": given}
+        raise ValueError(
+            f"policy {name!r} must have a name of letters, digits and underscores, and not one like train or loss"
+            f"{repair}."
+        )
 
 
 def _source(name: str, given: Any) -> str:
@@ -423,14 +434,4 @@ def _numbers(observation: Tree, spec: SpecTree) -> Tensor:
 
 
 def _num_numbers(spec: SpecTree) -> int:
-    parts = spec if isinstance(spec, dict) else {"own": spec}
-    return sum(width(x) for k, x in parts.items() if k != ACTION_MASK)
-
-
-def _freeze(agent: Agent) -> None:
-    """Its parameters become buffers: they are saved and copied, and nothing learns them."""
-    for module in agent.modules():
-        for name, x in list(module._parameters.items()):
-            if x is not None:
-                del module._parameters[name]
-                module.register_buffer(name, x.detach())
+    return sum(width(x) for x in seen(spec).values())

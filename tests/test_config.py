@@ -1,8 +1,10 @@
 """Every file in configs/, and what `load` refuses."""
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -369,6 +371,22 @@ def test_what_cannot_work_is_refused_with_one_sentence(override: str, message: s
 def test_settings_of_a_policy_are_checked_as_those_of_all_are(setting: str, message: str):
     settings = ["algo=ippo", "env=tag_gridworld", f"algo.agent.policies={{runner:{{{setting}}}}}"]
     assert refused(settings) == f"algo.agent.policies.{message}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("algo.agent.policies", {"tagger": {}, "runner": {}}),
+        ("algo.agent.policies", {"all": [0, 1, 2, 3, "runner"]}),
+        ("algo.learner.schedules", {"learning_rate": [[0.0, 0.001], [10.0, 0.0]]}),
+        ("algo.learner.learning_rate", {"tagger": 0.001}),
+        ("algo.learner.max_grad_norm", {"tagger": 3.0}),
+    ],
+)
+def test_a_mapping_takes_the_place_of_the_one_that_an_experiment_has(setting: str, value: Any):
+    text = json.dumps(value).replace('"', "")
+    config = load(["experiment=ia2c_tag_continuous", f"{setting}={text}"])
+    assert functools.reduce(dict.__getitem__, setting.split("."), config.to_dict()) == value
 
 
 def test_members_of_a_policy_are_checked_too():

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import Agent, variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.compile import Compiler
 from torchpod.distributed import Ranks
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.specs import Array, Discrete, EnvSpec
@@ -220,6 +221,68 @@ def test_chunks_sum_to_the_whole_minibatch(seed, chunk_rows, recurrent):
     assert_equal(b.params, a.params, rtol=0, atol=1e-6)
     assert_equal(b.mu, a.mu, rtol=1e-4, atol=1e-6)
     assert_equal(metrics_b, metrics_a, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_parameters_stay_what_they_are_and_the_others_learn(seed):
+    agent = PPO(SPEC, PPOConfig(hidden=(8,)))
+    agent.encoder.requires_grad_(False)
+    learner = Learner(agent, LearnerConfig(), num_iterations=5)
+    state = learner.init(*variables_of(agent))
+    fixed = [name for name, _ in agent.encoder.named_parameters(prefix="encoder")]
+    assert fixed and not set(fixed) & state.params.keys()
+    new, _ = learner.update(state, experience(seed, 8, 8), random.split(random.key(seed), 8))
+    assert all(torch.equal(new.buffers[name], state.buffers[name]) for name in fixed)
+    assert all((x != state.params[name]).any() for name, x in new.params.items())
+
+
+class Says(PPO):
+    """PPO that says other things beside its loss."""
+
+    def __init__(self, spec, config, metrics=None, buffers=None):
+        super().__init__(spec, config)
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.said = metrics or {}, buffers or (lambda agent: {})
+
+    def loss(self, batch, keys, target):
+        out, (metrics, buffers), weight = super().loss(batch, keys, target), self.said, batch.steps["weight"].sum()
+        return out._replace(metrics=out.metrics | {k: x * weight for k, x in metrics.items()}, buffers=buffers(self))
+
+
+@pytest.mark.parametrize("enabled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_metrics_and_buffers_may_be_of_float64(seed, enabled):
+    two = torch.tensor(2.0, dtype=torch.float64)
+    agent = Says(SPEC, PPOConfig(hidden=(8,)), {"two": two}, lambda agent: {"total": agent.total + two})
+    learner = Learner(agent, LearnerConfig(), num_iterations=5, compiler=Compiler(enabled))
+    state = learner.init(*variables_of(agent))
+    for _ in range(2):
+        state, metrics = learner.update(state, experience(seed, 8, 8), random.split(random.key(seed), 8))
+    assert metrics["two"] == 2 and state.params["policy.weight"].dtype == torch.float32
+    assert state.buffers["total"].dtype == torch.float64 and state.buffers["total"] == 2 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ({"metrics": {"iteration": torch.ones(())}}, "metrics of Says has 'iteration', a number of the run's"),
+        ({"metrics": {"loss": torch.ones(())}}, "metrics of Says has 'loss', a number of the run's; call it otherwise"),
+        ({"buffers": lambda agent: {"totl": agent.total}}, "'totl', no scalar buffer of floats; did you mean total?"),
+        ({"buffers": lambda agent: {"count": agent.count + 1}}, "has 'count', no scalar buffer of floats"),
+    ],
+)
+def test_what_a_loss_cannot_say_is_refused(seed, says, message):
+    agent = Says(SPEC, PPOConfig(hidden=(8,)), **says)
+    learner = Learner(agent, LearnerConfig(), num_iterations=5)
+    with pytest.raises(ValueError, match=message):
+        state = learner.init(*variables_of(agent))
+        learner.update(state, experience(seed, 8, 8), random.split(random.key(seed), 8))
+
+
+def test_intervals_of_groups_that_there_are_not_are_refused():
+    agent = PPO(SPEC, PPOConfig(hidden=(8,)))
+    agent.optimizer_intervals = {"actor": 2}
+    with pytest.raises(ValueError, match=r"optimizer_intervals has 'actor', the agent has optimizer groups \['loss'\]"):
+        Learner(agent, LearnerConfig(), num_iterations=5)
 
 
 @pytest.mark.parametrize(("recurrent", "rows"), [(False, (64,)), (True, (2, 64))])

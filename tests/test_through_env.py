@@ -15,7 +15,7 @@ from torchpod.envs.classic.mountain_car_continuous import MountainCarContinuous
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.point_mass import PointMass
 from torchpod.learner import LearnerConfig
-from torchpod.nets import MLP
+from torchpod.nets import MLP, RunningMoments
 from torchpod.rollout import make_step, unroll
 from torchpod.sebulba import Sebulba, SebulbaConfig
 from torchpod.through_env import Tape
@@ -111,7 +111,11 @@ def test_the_gradient_with_respect_to_the_policy_equals_finite_differences_over_
 
 
 def iterate(anakin, seed, count=3):
-    state, metrics = anakin.init(seed), {}
+    return iterate_from(anakin, anakin.init(seed), count)
+
+
+def iterate_from(anakin, state, count=1):
+    metrics = {}
     for _ in range(count):
         state, metrics = anakin.iterate(state)
     return state, metrics
@@ -172,6 +176,46 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(seed):
     *_, (_, replay) = train(anakin, anakin.init(seed), until=3)
     *_, (_, replay) = train(anakin, pytree.tree_map(torch.clone, replay.state))
     assert_close(replay.state, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cls", [APG, SHAC])
+def test_an_unroll_of_nothing_but_resets_teaches_nothing(seed, cls):
+    anakin = make(cls, unroll_length=1)
+    state, _ = iterate(anakin, seed, count=4)
+    after, _ = iterate_from(anakin, state)
+    assert after.learner.healthy
+    assert_close(after.learner.params, state.learner.params, rtol=0, atol=0.05)  # Adam goes on by what it remembers
+    again, _ = iterate_from(anakin, after)
+    assert (
+        again.learner.healthy and (again.learner.params["policy.weight"] != after.learner.params["policy.weight"]).any()
+    )
+
+
+class Sees(SHAC):
+    """SHAC with running moments of what it observes, and a buffer that counts its updates."""
+
+    def __init__(self, spec, config):
+        super().__init__(spec, config)
+        self.moments = RunningMoments(spec.observation.shape)
+        self.register_buffer("count", torch.zeros(()))
+
+    def statistics(self, trajectory):
+        return {"moments": trajectory.timestep.observation[1:]}
+
+    def loss(self, batch, keys, target):
+        return super().loss(batch, keys, target)._replace(buffers={"count": self.count + 1})
+
+
+@pytest.mark.parametrize("population", [1, 2])
+def test_statistics_and_buffers_of_an_agent_are_kept(seed, population):
+    env = ENVS["pendulum"]
+    settings = {"num_envs": B, "unroll_length": T, "learner": CONFIG, "num_iterations": 8}
+    make_agent = lambda: Sees(env.spec, SHACConfig(hidden=(6,)))  # noqa: E731
+    anakin = Anakin(make_agent, env, compiler=Compiler(False, population), **settings)
+    state, _ = iterate(anakin, seed % 2**31, count=3)
+    buffers = state.learner.buffers
+    assert (buffers["count"] == 3).all() and (buffers["moments.total"] == 3 * T * B).all()
+    assert (buffers["moments.variance"] > 0).all() and buffers["moments.mean"].any()
 
 
 def test_what_cannot_work_is_refused(monkeypatch):

@@ -155,6 +155,7 @@ def bind(agent: Agent, variables: Variables) -> Bound:
 
 
 def variables_of(agent: Agent) -> tuple[Variables, Variables]:
-    """Detached copies of an agent's parameters and of its buffers (hyperparameters and statistics)."""
+    """Detached copies of what an agent learns, and of its buffers: hyperparameters, statistics, frozen parameters."""
     params = {name: value.detach().clone() for name, value in agent.named_parameters()}
-    return params, {name: value.detach().clone() for name, value in agent.named_buffers()}
+    frozen = {name: params.pop(name) for name, value in agent.named_parameters() if not value.requires_grad}
+    return params, frozen | {name: value.detach().clone() for name, value in agent.named_buffers()}

@@ -39,6 +39,14 @@ from torchpod.sebulba import SebulbaConfig
 GROUPS = ("algo", "env", "loop", "logger", "loss", "experiment")
 OBJECT = "object:"
 """Before the class of an environment that was handed over as a Python object, in place of its name."""
+_OWN = "_own_"
+"""Before the digest of an experiment's file, in the choice that it becomes."""
+_MAPPINGS = (
+    "algo.agent.policies",
+    "algo.learner.schedules",
+    "algo.learner.learning_rate",
+    "algo.learner.max_grad_norm",
+)
 _AT_LEAST_1 = (
     "total_env_steps",
     "num_envs",
@@ -203,20 +211,19 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     """
     overrides = [item for each in listed(overrides) for item in _expanded(each)]
     overrides = [item for item in overrides if item not in ("loss=null", "experiment=null")]  # as if left out
-    grouped = _with_groups(overrides)
+    grouped = _with_experiment(_with_groups(overrides))
     named = {_key(item): item for item in grouped}
     if "loss" in named and named.get("algo", "algo=torchrl") != "algo=torchrl":
         raise ConfigError(f"{named['loss']} is of algo=torchrl; leave {named['algo']} out, or the loss.")
     custom = {_key(item): item for item in grouped if _names_file(item)}
     plain = [f"{_key(item)}=custom" if _names_file(item) else item for item in grouped]
-    _register()
     GlobalHydra.instance().clear()
     with initialize_config_module("torchpod.configs", version_base="1.3"):
         groups = tuple(o for o in plain if _key(o) in GROUPS and _known(o))
         for override in plain:
             _check_override(override, groups)
         try:
-            composed = compose("train", plain)
+            composed = compose("train", list(_in_place(plain)))
             values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException) as error:
             if there := re.search(r"An item is already at '([^']*)'", str(error)):
@@ -335,13 +342,13 @@ def _check_minibatches(config: TrainConfig) -> None:
 def check_bounds(algo: AlgoConfig, members: Mapping[str, Any], agent: type | None) -> None:
     """Refuses hyperparameters outside the bounds that the settings of their agent declare, if it is known yet."""
     bounds = {} if agent is None else bounds_of(agent)
-    _check_ranges(algo.agent, bounds, "algo.agent.")
+    check_ranges(algo.agent, bounds, "algo.agent.")
     bounds = {"learning_rate": bounds_of(LearnerConfig)["learning_rate"]} | bounds
-    _check_ranges(members, bounds, "members.")
+    check_ranges(members, bounds, "members.")
     _check_schedules(algo.learner.schedules or {}, bounds)
 
 
-def _check_ranges(values: Mapping[str, Any], bounds: Mapping[str, tuple[float, float]], prefix: str) -> None:
+def check_ranges(values: Mapping[str, Any], bounds: Mapping[str, tuple[float, float]], prefix: str) -> None:
     """Refuses numbers that settings of their names, those of policies too, cannot have."""
     for name in [name for name in values if name.rpartition(".")[2] in bounds]:
         value, (low, high) = values[name], bounds[name.rpartition(".")[2]]
@@ -420,6 +427,74 @@ def _with_groups(overrides: Sequence[str]) -> list[str]:
     return [item for item in mine if _names_file(item) or _known(item)] + list(overrides)
 
 
+def _with_experiment(overrides: Sequence[str]) -> list[str]:
+    """With `experiment=path/to/my.yaml` as a choice that Hydra knows, and classes of the user's that it names."""
+    _register()
+    given, found = {_key(item) for item in overrides}, []
+    for item in overrides:
+        key, _, value = item.partition("=")
+        path = Path(value.strip("'\""))
+        if key == "experiment" and path.suffix in (".yaml", ".yml"):
+            name, classes = _register_experiment(path)
+            found += [f"experiment={name}", *(own for own in classes if _key(own) not in given)]
+        else:
+            found.append(item)
+    return found
+
+
+def _register_experiment(path: Path) -> tuple[str, list[str]]:
+    """The choice that an experiment's file becomes, and overrides for the files that it names, beside it."""
+    tree = _read_experiment(path)
+    defaults, classes = [], []
+    for entry in tree.pop("defaults", None) or []:
+        key, value = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", entry)
+        group = str(key).removeprefix("override /")
+        if key != f"override /{group}" or group not in GROUPS:
+            raise ConfigError(f"experiment={path}: defaults has {entry}; write a choice as - override /algo: ppo.")
+        if _names_file(f"{group}={value}"):
+            classes.append(f"{group}={path.resolve().parent / value}")
+        elif _known(f"{group}={value}"):
+            defaults.append(entry)
+        else:
+            raise ConfigError(f"experiment={path}: {_unknown(group, str(value))}")
+    node = {"defaults": defaults, "experiment_name": path.stem, **tree}
+    name = _OWN + hashlib.sha256(json.dumps(node).encode()).hexdigest()[:12]  # so that caches of choices stay true
+    ConfigStore.instance().store(group="experiment", name=name, node=node, package="_global_")
+    return name, classes
+
+
+def _read_experiment(path: Path) -> dict[str, Any]:
+    """The settings in an experiment's file, of names that there are."""
+    where = f"experiment={path}"
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where}: there is no such file; give path/to/my.yaml.") from error
+    except (OSError, UnicodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{where} cannot be read ({_one_line(error)}); write it as docs/experiments.md says.") from error
+    if not isinstance(tree, dict) or not tree:
+        raise ConfigError(f"{where} holds no settings; write names and values, e.g. num_envs: 64.")
+    if not isinstance(tree.get("defaults", []), list | None):
+        raise ConfigError(f"{where}: defaults is no list; write choices as - override /algo: ppo.")
+    names = {field.name for field in dataclasses.fields(TrainConfig)} - {"given"}
+    for name, value in tree.items():
+        if name not in names | {"defaults"}:
+            raise ConfigError(f"{where}: {name} is no setting; {nearest(str(name), names)}")
+        if name in GROUPS and not isinstance(value, dict):
+            told = f"write it below defaults as - override /{name}: {value}."
+            raise ConfigError(f"{where}: {name} is chosen among defaults; {told}")
+    return typing.cast(dict[str, Any], tree)
+
+
+def _in_place(overrides: Sequence[str]) -> Iterator[str]:
+    """A mapping that is given takes the place of an experiment's, with which Hydra would merge it."""
+    for item in overrides:
+        name, _, value = item.partition("=")
+        if name in _MAPPINGS and value.startswith("{"):
+            yield f"{name}=null"
+        yield item
+
+
 def _expanded(override: str) -> list[str]:
     """The overrides that the file of `+autoscale=FILE` stands for; any other is itself."""
     if _key(override) != "autoscale":
@@ -451,7 +526,19 @@ def _key(override: str) -> str:
 
 
 def _known(override: str) -> bool:
-    return override.partition("=")[2] in [*choices(_key(override)), "custom"]
+    value = override.partition("=")[2]
+    return value in [*choices(_key(override)), "custom"] or value.startswith(_OWN)
+
+
+def _unknown(group: str, value: str) -> str:
+    """That there is no such choice, and which there are, in a sentence or two."""
+    more = {
+        "algo": " A class of your own is algo=path/to/file.py:Class.",
+        "env": " A class of your own is env=path/to/file.py:Class.",
+        "experiment": " A file of your own is experiment=path/to/my.yaml.",
+        "loss": " `torchpod list losses` says which losses there are, and why not others.",
+    }
+    return f"{group}={value} is not known; {nearest(value, choices(group))}{more.get(group, '')}"
 
 
 def _check_override(override: str, groups: tuple[str, ...]) -> None:
@@ -470,9 +557,7 @@ def _check_override(override: str, groups: tuple[str, ...]) -> None:
                 raise ConfigError(told)
             if key == "loss" and value in UNSUPPORTED:
                 raise ConfigError(unsupported(value))
-            more = f" A class of your own is {key}=path/to/file.py:Class." if key in ("algo", "env") else ""
-            more = " `torchpod list losses` says which losses there are, and why not others." if key == "loss" else more
-            raise ConfigError(f"{key}={value} is not known; {nearest(value, choices(key))}{more}")
+            raise ConfigError(_unknown(key, value))
     elif key in ("algo.name", "env.name", "loop.name"):
         group, name = key.partition(".")[0], override.partition("=")[2].strip("'\"")
         raise ConfigError(f"{key} is set by {group}, with all settings that belong to it; write {group}={name}.")
@@ -552,7 +637,7 @@ def typed(cls: Any, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         if name not in names:
             raise ConfigError(f"{prefix}{name} is no setting; {nearest(name, names)}")
     found = {name: _cast(hints[name], value, prefix + name) for name, value in values.items()}
-    _check_ranges(found, bounds_of(cls), prefix)
+    check_ranges(found, bounds_of(cls), prefix)
     return found
 
 

@@ -7,13 +7,13 @@ from torchpod.agent import Agent, Variables
 
 
 class Groups:
-    """See the module. Every parameter has its place in a vector, which begins with a cache line.
+    """See the module. Every parameter that is not frozen has its place in a vector, which begins with a cache line.
 
     Args:
       agent: whose parameters.
 
     Raises:
-      ValueError: if a parameter belongs to no group, or to two.
+      ValueError: if a parameter belongs to no group, or to two, or a group has none.
     """
 
     names: dict[str, list[str]]
@@ -21,7 +21,7 @@ class Groups:
 
     def __init__(self, agent: Agent) -> None:
         self.names = {group: [] for group in agent.optimizer_groups()}
-        self._shapes = {name: x.shape for name, x in agent.named_parameters()}
+        self._shapes = {name: x.shape for name, x in agent.named_parameters() if x.requires_grad}
         for name in self._shapes:
             owners = [g for g, prefixes in agent.optimizer_groups().items() if name.startswith(tuple(prefixes))]
             if len(owners) != 1:
@@ -29,6 +29,8 @@ class Groups:
                     f"optimizer_groups() must put every parameter in exactly one group; {name} is in {owners}."
                 )
             self.names[owners[0]].append(name)
+        if empty := [group for group, names in self.names.items() if not names]:
+            raise ValueError(f"optimizer_groups() has {empty[0]!r}, to which no parameter belongs; leave it out.")
 
     def sizes(self, group: str) -> list[int]:
         """What each parameter takes of the group's vector."""

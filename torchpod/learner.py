@@ -89,6 +89,12 @@ _BUFFER, _SHARE = "buffer/", "buffer share/"
 _PLAYED = "policy share/"
 """Likewise, before the names of policies: 1, or 0 if a minibatch has nobody who follows it."""
 
+_OF_THE_RUN = frozenset(
+    ("iteration", "env_steps", "env_steps_per_s", "wall_s", "compile_s", "healthy", "grad_norm", "loss")
+    + ("episodes", "episode_return", "episode_length")
+)
+"""Names of metrics that are no agent's to give."""
+
 SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
 """(state, chunks of a minibatch, keys) -> gradients of all parameters and metrics, one flat vector; names of the
 metrics."""
@@ -126,6 +132,10 @@ class Learner:
         for group in set(agent.policy_groups) - self.groups.names.keys():
             raise ValueError(
                 f"policy_groups has {group!r}, the agent has optimizer groups {sorted(self.groups.names)}."
+            )
+        for group in set(agent.optimizer_intervals) - self.groups.names.keys():
+            raise ValueError(
+                f"optimizer_intervals has {group!r}, the agent has optimizer groups {sorted(self.groups.names)}."
             )
         alone = [group for group in self.groups.names if group not in agent.policy_groups]
         self._passes = [*((group,) for group in alone), *([agent.policy_groups] if agent.policy_groups else [])]
@@ -344,9 +354,9 @@ class Learner:
             return numbers, ()
         if self._flat_like is None:
             chunk = self.dealer.cut(minibatches(), num_chunks)[0]
-            first: Any = state.params, state.buffers, state.targets, chunk, keys, numbers[0], ()
-            first = member(first, 0) if lead else first
-            flat, _ = self._gradient_one(*first[:3], self.dealer.some_of(first[3]), *first[4:])
+            first: Any = state.params, state.buffers, state.targets, chunk, keys, numbers[0]
+            params, buffers, targets, chunk, key, number = member(first, 0) if lead else first
+            flat, _ = self._gradient_one(params, buffers, targets, self.dealer.some_of(chunk), key, number, ())
             self._flat_like = torch.Size([*lead, *flat.shape]), flat.dtype
         shape, dtype = self._flat_like
         return numbers, (torch.zeros(shape, dtype=dtype, device=state.healthy.device),)
@@ -366,7 +376,8 @@ class Learner:
             if _SHARE + name in columns:
                 share = columns[_SHARE + name]
                 is_new = (share > 0) & (columns["healthy"] > 0)
-                found[name] = torch.where(is_new, columns[_BUFFER + name] / share, buffers[name])
+                new = (columns[_BUFFER + name] / share).to(buffers[name].dtype)
+                found[name] = torch.where(is_new, new, buffers[name])
         return found
 
     def _means(self, metrics: list[Tensor]) -> dict[str, Tensor]:
@@ -392,8 +403,9 @@ class Learner:
         """
         self._metric_names = metric_names
         self.ranks.sum(total)
-        new, metrics = self._applied(state, total[..., :-1] / total[..., -1:])
-        return new, self._named(metrics)
+        rows = total[..., -1:]  # none, if all of them were resets
+        new, metrics = self._applied(state, total[..., :-1] / torch.where(rows > 0, rows, 1.0))
+        return new._replace(buffers=new.buffers | self._changed(metrics, new.buffers)), self._named(metrics)
 
     def _applied(self, state: LearnerState, flat: Tensor) -> tuple[LearnerState, Tensor]:
         with span("apply"):
@@ -415,12 +427,22 @@ class Learner:
             )
         changed: dict[str, Tensor] = {}
         for name, x in out.buffers.items():
+            if name not in buffers or not buffers[name].is_floating_point():
+                known = [k for k, v in buffers.items() if v.is_floating_point() and v.ndim == 0]
+                raise ValueError(f"LossOutput.buffers has {name!r}, no scalar buffer of floats; {nearest(name, known)}")
             share = batch.steps[weight_of_buffer(name, batch.steps)].sum()  # of this chunk
             changed |= {_SHARE + name: share, _BUFFER + name: torch.where(share > 0, x * share, 0.0)}
         priorities = () if out.priority is None else (out.priority.detach(),)
         told = {"loss" if name == "loss" else f"loss/{name}": x for name, x in losses.items()}
+        if taken := sorted((_OF_THE_RUN | told.keys()) & out.metrics.keys()):
+            kind = type(self.agent).__name__
+            raise ValueError(
+                f"LossOutput.metrics of {kind} has {taken[0]!r}, a number of the run's; call it otherwise."
+            )
         changed |= {_PLAYED + name: batch.steps[f"{name}/weight"].sum() for name in self.agent.policy_groups}
-        return losses, {name: x.detach() for name, x in {**out.metrics, **told, **changed}.items()}, priorities
+        dtype = next(iter(params.values())).dtype  # of the gradients that they go with
+        all_told = {**out.metrics, **told, **changed}
+        return losses, {name: x.detach().to(dtype) for name, x in all_told.items()}, priorities
 
     def remaining(self, num_steps: Tensor) -> Tensor:
         """From 1 in the first iteration to 0 after the last."""

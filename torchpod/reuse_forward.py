@@ -53,7 +53,7 @@ class ReuseForward:
             )
         if not all(x.is_floating_point() for x in pytree.tree_leaves(agent.initial_state(1))):
             raise ValueError(f"reuse_forward differentiates the state of an agent, and {name} has one of integers.")
-        self.names = [parameter for parameter, _ in agent.named_parameters()]
+        self.names = learner.groups.names["loss"]
         self.learner, self._axis = learner, 0 if compiler.population == 1 else 1
         self._step, self._checked = make_step(agent, env), False
         self.step = compiler.vjp(self._step_one)

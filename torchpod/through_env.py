@@ -104,7 +104,8 @@ class ThroughEnv:
             weight = sums.pop("weight")
         total = torch.cat([gradient, torch.stack([*sums.values(), weight], -1)], -1)
         with span("apply"):
-            return self.learner.apply_sum(state, total, tuple(sums))
+            state, metrics = self.learner.apply_sum(state, total, tuple(sums))
+        return self.learner.observe(state, trajectory), metrics
 
     def gradient(
         self,

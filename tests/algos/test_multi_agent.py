@@ -258,7 +258,7 @@ def test_who_is_out_of_the_game_teaches_nothing_and_has_no_value_after_it(seed):
 
 def test_a_policy_that_is_not_trained_stays_as_it_is(seed):
     agent = make(IPPO, seed, policies={"a": {"train": False}, "b": {"entropy_coefficient": 0.7}})
-    names = {name for name, _ in agent.named_parameters()}
+    names = variables_of(agent)[0]
     assert names and not any(name.startswith("policies.a.") for name in names)
     assert list(agent.optimizer_groups()) == ["b", "c"]
     own = [agent.policies[name].entropy_coefficient.item() for name in "abc"]
@@ -496,6 +496,24 @@ def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):
 def test_policies_that_cannot_work_are_refused(policies, message):
     with pytest.raises(ValueError, match=message):
         make(IPPO, 0, policies=policies)
+
+
+@pytest.mark.parametrize("group", ["left/team", "train", "loss"])
+def test_a_group_whose_name_no_policy_can_have_needs_one_of_another(group):
+    spec = EnvSpec("game", {group: Array((2,))}, {group: Discrete(2)}, groups={group: 2})
+    with pytest.raises(ValueError, match=rf"not one like train or loss; give the .*: policies={{NAME: \[{group}\]}}\."):
+        make(IPPO, 0, spec=spec)
+    assert make(IPPO, 0, spec=spec, policies={"name": [group]}).policy_groups == ("name",)
+
+
+@pytest.mark.parametrize("cls", [IPPO, MAPPO])
+def test_observations_of_two_levels_are_refused_with_what_to_do(cls):
+    inner = {"a": {"b": Array((1,)), "c": Array((1,))}}
+    spec = EnvSpec(
+        "game", {"x": Array((2,)), "y": inner}, {"x": Discrete(2), "y": Discrete(2)}, groups={"x": 1, "y": 1}
+    )
+    with pytest.raises(ValueError, match=r"observation\['a'\] has entries of its own.*transforms=\[flatten\]"):
+        make(cls, 0, spec=spec)
 
 
 def test_policies_are_for_many_agents_and_need_their_own_values():

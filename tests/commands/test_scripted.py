@@ -105,6 +105,15 @@ def test_what_a_mask_forbids_is_replaced_by_the_first_that_it_allows(seed):
     torch.testing.assert_close(counts, torch.full((3,), 1 / 3), atol=0.07, rtol=0)  # five standard errors
 
 
+def test_a_policy_that_is_called_like_a_group_and_has_other_agents_is_meant_before_it():
+    agent, keys = Still(), random.split(random.key(0), 2)
+    agent.teams = {"left": agent.teams["edges"]}
+    ones = {group: torch.ones(2, 3) for group in ("left", "right")}
+    timestep = TimeStep(torch.full((2,), MID), ones, ones, {group: x[..., None] for group, x in ones.items()}, {})
+    found = scripted(agent, two(Discrete(5)), ["left=1"]).act(timestep, (), keys)[0].action
+    assert {group: x[0].tolist() for group, x in found.items()} == {"left": [1, 0, 0], "right": [0, 0, 1]}
+
+
 @pytest.mark.parametrize(
     ("action", "instead", "message"),
     [

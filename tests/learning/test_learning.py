@@ -171,12 +171,12 @@ def test_both_sides_learn_on_a_plane_with_every_seed():
     assert (trained > untrained + 0.1).all()
 
 
-@pytest.mark.parametrize("run_seed", with_slow([0, 2, 3], (3,)))
+@pytest.mark.parametrize("run_seed", with_slow([0, 1, 2, 3], (1, 3)))
 def test_governors_and_planner_learn_to_do_better_than_to_hold_and_than_chance(run_seed):
     """On 60 days of the economy, uncompiled.
 
-    With seed 1, the fourth that was tried, the planner sends fewer subsidies, and governors end 2.7 above those that
-    draw at random, in place of 5.
+    With seed 1 the planner sends fewer subsidies, and governors end 2.7 above those that draw at random; with the
+    others by 5 and more.
 
     Governors get most by far from subsidies, whatever they do: that they learned shows where the planner sends none.
     """
@@ -197,7 +197,7 @@ def test_governors_and_planner_learn_to_do_better_than_to_hold_and_than_chance(r
     alone, kept, drawn_alone = (returns("planner=0", *do) for do in ((), ("governor=0",), ("governor=random",)))
     print(f"trained {learned}, hold {held}, random {drawn}; without subsidies {alone}, {kept}, {drawn_alone}")
     assert learned["planner"] > max(held["planner"], drawn["planner"]) + 3
-    assert learned["governor"] > max(held["governor"], drawn["governor"]) + 5
+    assert learned["governor"] > max(held["governor"], drawn["governor"]) + (2 if run_seed == 1 else 5)
     assert alone["governor"] > max(kept["governor"], drawn_alone["governor"]) + 5
 
 

@@ -595,6 +595,17 @@ class TestPopulation:
             with pytest.raises(ConfigError, match=message):
                 run(tmp_path / "p", "population=2", override)
 
+    def test_members_may_have_a_learning_rate_of_each_optimizer_group(self, tmp_path: Path):
+        sac = ["algo=sac", "env=pendulum", "population=2", "compile=false", "logger.console=false", "num_envs=4"]
+        sac += ["algo.replay.min_size=16", "algo.replay.batch_size=4", "evaluation.episodes=1", "total_env_steps=64"]
+        with pytest.raises(ConfigError, match=r"members.learning_rate.policy=\[-1.0, 0.001\] must lie from 0 to inf"):
+            execute(load([*sac, "+members.learning_rate.policy=[-1,1e-3]"]))
+        with pytest.raises(ConfigError, match=r"group; here there are members.learning_rate.policy, members.learning_"):
+            execute(load([*sac, "+members.learning_rate=[1e-3,1e-3]"]))
+        execute(load([*sac, "+members.learning_rate.policy=[0,1e-2]", f"run_dir={tmp_path / 'p'}"]))
+        rates = {name: x.tolist() for name, x in state(tmp_path / "p").items() if "learning_rate" in name}
+        assert [x for name, x in rates.items() if "policy" in name] == [[0.0, pytest.approx(1e-2)]], rates
+
     def test_python_takes_members_as_a_dict(self, tmp_path: Path):
         overrides = ["env.max_episode_steps=20", "algo.unroll_length=16", "algo.agent.hidden=[8]"]
         trained = tp.train(

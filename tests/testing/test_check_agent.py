@@ -11,6 +11,7 @@ from torchpod.agent import Agent
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import Catch
+from torchpod.nets import RunningMoments
 from torchpod.specs import Array, EnvSpec, MultiDiscrete
 from torchpod.testing import ContractError, check_agent
 from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput
@@ -116,7 +117,30 @@ class Noisy(Small):
         return super().loss(batch._replace(steps={**batch.steps, "reward": reward}), keys, target)
 
 
-@pytest.mark.parametrize("kind", [Small, Recurrent, Noisy])
+class Reports(Small):
+    """Running moments, a buffer that the loss moves, frozen layers, and what it tells of rewards."""
+
+    def __init__(self):
+        super().__init__()
+        self.moments, self.fixed = RunningMoments((4, 3, 1)), nn.Linear(12, 12).requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def features(self, observation):
+        return self.fixed(super().features(observation))
+
+    def statistics(self, trajectory):
+        t = trajectory.timestep
+        return {"moments": (t.observation[1:], (t.step_type[1:] != FIRST).float())}
+
+    def prepare(self, trajectory, keys):
+        reward = trajectory.timestep.reward[1:]
+        return super().prepare(trajectory, keys)._replace(report={"reward": reward, "value": 0 * reward})
+
+    def loss(self, batch, keys, target):
+        return super().loss(batch, keys, target)._replace(buffers={"count": self.count + 1})
+
+
+@pytest.mark.parametrize("kind", [Small, Recurrent, Noisy, Reports])
 def test_agents_that_keep_the_contract_pass(kind):
     check_agent(kind(), Catch(rows=4, columns=3))
 
@@ -219,6 +243,51 @@ class WrongNames(Small):
         return {"policy": ("actor.",), "critic": ("critic.",)}
 
 
+class EmptyGroup(Small):
+    def optimizer_groups(self):
+        return {**super().optimizer_groups(), "alpha": ("log_alpha",)}
+
+
+class UnknownInterval(Small):
+    optimizer_intervals = {"policy": 2}
+
+
+class NeverMoves(Small):
+    target_interval = 0
+
+
+class GreedyOutOfRange(Small):
+    def act(self, timestep, state, keys, explore=True):
+        output, state = super().act(timestep, state, keys, explore)
+        return output if explore else output._replace(action=output.action + 3), state
+
+
+class Remembers(Recurrent):
+    """The end of one episode in the next."""
+
+    def act(self, timestep, state, keys, explore=True):
+        return super().act(timestep._replace(step_type=timestep.step_type.clamp(min=1)), state, keys, explore)
+
+
+def seen_as(name, choose):
+    class Changed(Reports):
+        def statistics(self, trajectory):
+            return {name: choose(trajectory.timestep)}
+
+    return Changed
+
+
+def report_with(change, through=False):
+    class Changed(Reports):
+        through_env = through
+
+        def prepare(self, trajectory, keys):
+            batch = super().prepare(trajectory, keys)
+            return batch._replace(report=change(batch.report))
+
+    return Changed
+
+
 class Normalises(Small):
     def loss(self, batch, keys, target):
         reward = batch.steps["reward"]
@@ -302,6 +371,35 @@ def coupled_gradient(agent, out, batch):
         (
             prepare_with(lambda s: s | {"x": torch.rand(s["weight"].shape)}),
             "prepare() must be a function of its arguments; two equal calls differ in result.steps['x'].",
+        ),
+        (EmptyGroup, "optimizer_groups() has 'alpha', to which no parameter belongs; leave it out."),
+        (
+            UnknownInterval,
+            "optimizer_intervals must name some of optimizer_groups(), ['actor', 'critic'], not ['policy'].",
+        ),
+        (NeverMoves, "target_interval must be at least 1; it is 0."),
+        (GreedyOutOfRange, "act(explore=False): action must be in {0, ..., 2}"),
+        (Remembers, "act() must begin anew where step_type is FIRST; another state before it changed result[0].action"),
+        (seen_as("count", lambda t: t.reward), "statistics() must name modules that are RunningMoments, not 'count'."),
+        (seen_as("moments", lambda t: t.reward), "statistics()['moments'] must have the shape [4, 3, 1] of its module"),
+        (
+            seen_as("moments", lambda t: (t.observation, t.reward[1:])),
+            "statistics()['moments'] must have the shape [4, 3, 1] of its module",
+        ),
+        (report_with(lambda r: {"value": r["value"]}), "Batch.report must be of reward, value and value_target, with"),
+        (report_with(lambda r: r | {"speed": r["value"]}), "with reward among them; it has 'speed'."),
+        (
+            report_with(lambda r: {"reward": r["reward"][:, :1]}),
+            "Batch.report['reward'] must have the shape of 'weight'",
+        ),
+        (report_with(lambda r: r, through=True), "Batch.report is for agents that learn from each trajectory as it"),
+        (
+            loss_with(lambda a, o, b: o._replace(buffers={"total": b.steps["weight"].sum()})),
+            "LossOutput.buffers['total'] must be a scalar, the new value of a buffer of the agent of that name.",
+        ),
+        (
+            loss_with(lambda a, o, b: o._replace(priority=-b.steps["weight"] - 1)),
+            "LossOutput.priority must be at least 0, and finite.",
         ),
         (ForgottenGroup, "optimizer_groups() must put every parameter in exactly one group; critic.weight is in []."),
         (WrongNames, "loss() must return one loss per name of optimizer_groups(), ['critic', 'policy']"),

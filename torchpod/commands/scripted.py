@@ -94,10 +94,10 @@ def scripted(agent: Agent, spec: EnvSpec, instead: Sequence[str]) -> Scripted:
     for said in instead:
         name, _, action = said.rpartition("=")
         places: dict[str | None, Tensor | None] = dict.fromkeys(sizes or [None])
-        if name in sizes:
-            places = {name: None}
-        elif name in agent.teams:
+        if name in agent.teams:  # before a group of that name: a policy of other agents may be called like it
             places = {group: who for group, who in _places(agent, sizes, name).items() if bool(who.any())}
+        elif name in sizes:
+            places = {name: None}
         elif name:
             policies = f", the policies of the run {list(agent.teams)}" if agent.teams else ""
             raise ValueError(

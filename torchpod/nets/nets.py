@@ -151,7 +151,7 @@ def choose_torso(
     Raises:
       ValueError: if a torso other than "small", which is the default, was asked for, and a policy sees no image.
     """
-    leaves = list(_seen(spec.observation).values())
+    leaves = list(seen(spec.observation).values())
     if name != "small" and [len(leaf.shape) for leaf in leaves] != [3]:
         raise ValueError(
             f"torso={name} is for observations of one image [H, W, C], and those of {spec.name} are "
@@ -162,7 +162,7 @@ def choose_torso(
     return functools.partial(make_torso, name, channels=channels, hidden=hidden, width=width, depth=depth)
 
 
-def _seen(spec: specs.SpecTree, sees_state: bool = False) -> dict[str | None, Any]:
+def seen(spec: specs.SpecTree, sees_state: bool = False) -> dict[str | None, Any]:
     """What networks see of an observation, by name; what is no dict has the name None."""
     hidden_from_it = (ACTION_MASK,) if sees_state else (ACTION_MASK, STATE)
     for name, inner in spec.items() if isinstance(spec, dict) else ():
@@ -198,7 +198,7 @@ class Encoder(nn.Module):
         sees_state: bool = False,
     ) -> None:
         super().__init__()
-        self.names, self.specs = zip(*_seen(spec, sees_state).items(), strict=True)
+        self.names, self.specs = zip(*seen(spec, sees_state).items(), strict=True)
         self.is_image = torso is not None and len(self.specs) == 1 and len(self.specs[0].shape) == 3
         if torso is not None and self.is_image:
             self.net: CNN | MLP = torso(self.specs[0].shape)

@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree
 from torchpod import checkpoint
 from torchpod.agent import Agent
 from torchpod.anakin import RunState
+from torchpod.bounds import bounds_of
 from torchpod.checkpoint import CheckpointError
-from torchpod.config import ConfigError, TrainConfig
+from torchpod.config import ConfigError, TrainConfig, check_ranges
 from torchpod.distributed import Ranks
 from torchpod.hints import nearest
+from torchpod.learner import LearnerConfig
 from torchpod.metrics import Logger, read_metrics
 from torchpod.replay.segments import Segments, clean
 from torchpod.run.folder import write_text
@@ -28,16 +30,21 @@ _OURS = "written_by_population"
 def apply_members(state: RunState, config: TrainConfig) -> RunState:
     """Puts the per-member values of `members` into hyperparameters and learning rates."""
     learner = state.learner
-    rates = {name if len(learner.learning_rate) > 1 else "learning_rate": name for name in learner.learning_rate}
-    schedules = config.algo.learner.schedules or {}
+    groups = learner.learning_rate
+    rates = {f"learning_rate.{group}" if len(groups) > 1 else "learning_rate": group for group in groups}
+    schedules, bounds = config.algo.learner.schedules or {}, bounds_of(LearnerConfig)["learning_rate"]
     for name, values in config.members.items():
-        scheduled = {"learning_rate", f"learning_rate.{rates[name]}"} if name in rates else {name}
+        scheduled = {"learning_rate", name} if name in rates else {name}
         if scheduled & schedules.keys():
             raise ConfigError(f"members.{name} has a schedule, which is that of all members; leave one of them out.")
         if name in learner.buffers:
             table, key = learner.buffers, name
         elif name in rates:
+            check_ranges({name: values}, {rates[name]: bounds, "learning_rate": bounds}, "members.")
             table, key = learner.learning_rate, rates[name]
+        elif name == "learning_rate":
+            named = ", ".join(f"members.{rate}" for rate in rates)
+            raise ConfigError(f"members.learning_rate is of agents with one optimizer group; here there are {named}.")
         elif name in config.algo.agent:
             raise ConfigError(
                 f"members.{name} is a setting of the agent, and cannot differ from member to member before its "

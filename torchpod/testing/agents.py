@@ -14,6 +14,7 @@ from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.dealer import weight_of, weights_of
 from torchpod.env import Env
 from torchpod.groups import Groups
+from torchpod.nets import RunningMoments
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, EnvSpec, SpecTree
 from torchpod.testing.contract import (
@@ -30,7 +31,7 @@ from torchpod.testing.contract import (
     rows,
     written,
 )
-from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 """Between sums in different orders: vmapped, permuted, split."""
@@ -80,6 +81,7 @@ def check_agent(
         trajectory = _windows(agent, acted)
         keys = random.split(keys[0], trajectory.timestep.step_type.shape[1])
     batch = _check_prepare(agent, params | buffers, trajectory, keys)
+    _check_statistics(agent, params | buffers, acted)
     minibatch = _minibatch(agent, batch)
 
     def loss(own: Variables, batch: Batch, keys: Tensor) -> tuple[dict[str, Tensor], LossOutput]:
@@ -95,10 +97,11 @@ def check_agent(
             gradients |= torch.func.grad(lambda p, g=group: loss(own | p, batch, keys)[0][g])(part)
         return gradients
 
-    _check_loss(groups, params, minibatch, keys[0], loss)
+    _check_loss(groups, params, buffers, minibatch, keys[0], loss)
     _check_weights(agent, params, minibatch, keys, loss, gradient)
     if quick:
         return
+    _check_memory(agent, params | buffers, pytree.tree_map(lambda x: x[0], acted.timestep), actor_keys)
 
     def gradient_through(own: Variables) -> Variables:
         """Of all losses, with the trajectory made of the same parameters."""
@@ -152,10 +155,14 @@ def _check_groups(agent: Agent) -> dict[str, list[str]]:
         agent.max_lag is None or agent.max_lag >= 0,
         f"max_lag must be a number of iterations, at least 0, or None for no limit; it is {agent.max_lag}.",
     )
+    require(agent.target_interval >= 1, f"target_interval must be at least 1; it is {agent.target_interval}.")
     try:
-        return Groups(agent).names
+        groups = Groups(agent).names
     except ValueError as error:
         raise ContractError(str(error)) from error
+    unknown = sorted(agent.optimizer_intervals.keys() - groups)
+    require(not unknown, f"optimizer_intervals must name some of optimizer_groups(), {sorted(groups)}, not {unknown}.")
+    return groups
 
 
 def _check_act(
@@ -202,21 +209,57 @@ def _check_act(
     )
     require(changed is None, f"act(): rows must be independent; leaving out environments changed {changed}.")
     _, trajectory = unroll(make_step(agent, env), variables, carry, env_keys, actor_keys, length=length)
+    for t in range(length + 1):
+        seen = pytree.tree_map(lambda x, t=t: x[t], trajectory.timestep)
+        greedy = bound.act(seen, agent.initial_state(size), actor_keys, False)[0].action
+        _check_action(env.spec, greedy, seen, size, "act(explore=False): ")
     changed = difference(variables_of(agent), before, "variables")
     require(changed is None, f"act() must not write to the agent; it changed {changed}.")
     return trajectory
 
 
-def _check_action(spec: EnvSpec, action: Tree, timestep: TimeStep, size: int) -> None:
+def _check_memory(agent: Agent, variables: Variables, timestep: TimeStep, keys: Tensor) -> None:
+    """That where an episode begins the state of the last one does not matter."""
+    state = agent.initial_state(keys.shape[0])
+    other = pytree.tree_map(lambda x: x + 1 if x.is_floating_point() else x, state)
+    timestep = timestep._replace(step_type=torch.full_like(timestep.step_type, FIRST))
+    fresh, after = (bind(agent, variables).act(timestep, x, keys) for x in (state, other))
+    changed = difference(after, fresh, "result", **TOLERANCE)
+    require(
+        changed is None,
+        f"act() must begin anew where step_type is FIRST; another state before it changed {changed}. Take "
+        "initial_state() there.",
+    )
+
+
+def _check_statistics(agent: Agent, variables: Variables, trajectory: Trajectory) -> None:
+    seen = bind(agent, variables)("statistics", trajectory)
+    modules = dict(agent.named_modules())
+    for name, given in seen.items():
+        x, *weight = given if isinstance(given, tuple) else (given,)
+        module = modules.get(name)
+        require(
+            isinstance(module, RunningMoments), f"statistics() must name modules that are RunningMoments, not {name!r}."
+        )
+        shape = cast(RunningMoments, module).moments.mean.shape
+        lead = x.shape[: x.ndim - len(shape)]
+        require(
+            x.shape == (*lead, *shape) and all(w.shape == lead for w in weight),
+            f"statistics()[{name!r}] must have the shape {list(shape)} of its module behind other axes, weights the "
+            f"shape of those alone; they are {[list(y.shape) for y in (x, *weight)]}.",
+        )
+
+
+def _check_action(spec: EnvSpec, action: Tree, timestep: TimeStep, size: int, how: str = "") -> None:
     observation, device = timestep.observation, timestep.step_type.device
     for group in spec.groups or (None,):
-        one, seen, wanted, name = action, observation, spec.action, "action"
+        one, seen, wanted, name = action, observation, spec.action, f"{how}action"
         if group is not None:
             require(
                 isinstance(action, dict) and set(action) == set(spec.groups or ()),
-                f"action must be a dict with one entry per group, {sorted(spec.groups or ())}.",
+                f"{name} must be a dict with one entry per group, {sorted(spec.groups or ())}.",
             )
-            one, seen, wanted, name = action[group], observation[group], spec.action[group], f"action[{group!r}]"
+            one, seen, wanted, name = action[group], observation[group], spec.action[group], f"{name}[{group!r}]"
         require_spec(one, _unbounded(wanted), lead_of(spec, group, size), device, name)
         if (mask := mask_of(seen)) is not None:
             numbers = cast(Tensor, one).reshape(*mask.shape[:-1], -1)  # of each choice one
@@ -286,11 +329,32 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
     if agent.recurrent:
         for name, leaf in named_leaves(batch.actor_state, "Batch.actor_state"):
             require_batched(leaf, size, name)
+    _check_report(agent, batch)
     changed = difference(trajectory, before, "trajectory")
     require(changed is None, f"prepare() must not modify its arguments; it changed {changed}.")
     changed = difference(bind(agent, variables).prepare(trajectory, keys), batch, "result")
     require(changed is None, f"prepare() must be a function of its arguments; two equal calls differ in {changed}.")
     return batch
+
+
+def _check_report(agent: Agent, batch: Batch) -> None:
+    told = batch.steps | batch.report
+    require(
+        not batch.report or not (agent.replayed or agent.through_env),
+        "Batch.report is for agents that learn from each trajectory as it comes; leave it out with replayed or "
+        "through_env, and report by LossOutput.metrics.",
+    )
+    for name, x in batch.report.items():
+        prefix, _, own = name.rpartition("/")
+        reward, weight = f"{prefix}/reward".lstrip("/"), told.get(weight_of(name))
+        require(
+            own in ("reward", "value", "value_target", "weight") and reward in batch.report,
+            f"Batch.report must be of reward, value and value_target, with reward among them; it has {name!r}.",
+        )
+        require(
+            weight is not None and x.shape == weight.shape,
+            f"Batch.report[{name!r}] must have the shape of {weight_of(name)!r}; it is {list(x.shape)}.",
+        )
 
 
 def _check_forward(said: Tree, handed: Tree) -> None:
@@ -322,7 +386,9 @@ def _minibatch(agent: Agent, batch: Batch) -> Batch:
     return Batch(pytree.tree_map(lambda x: x.flatten(0, 1), steps), ())
 
 
-def _check_loss(groups: dict[str, list[str]], params: Variables, batch: Batch, key: Tensor, loss: Callable) -> None:
+def _check_loss(
+    groups: dict[str, list[str]], params: Variables, buffers: Variables, batch: Batch, key: Tensor, loss: Callable
+) -> None:
     before = clone(batch)
     losses, out = loss(params, batch, key)
     require(
@@ -337,6 +403,16 @@ def _check_loss(groups: dict[str, list[str]], params: Variables, batch: Batch, k
     if out.priority is not None:
         require(
             out.priority.shape[0] == batch.steps["weight"].shape[-1], "LossOutput.priority must have one entry per row."
+        )
+        require(
+            (out.priority >= 0).all() and out.priority.isfinite().all(),
+            "LossOutput.priority must be at least 0, and finite.",
+        )
+    for name, x in out.buffers.items():
+        like = buffers.get(name)
+        require(
+            like is not None and like.is_floating_point() and like.shape == x.shape == (),
+            f"LossOutput.buffers[{name!r}] must be a scalar, the new value of a buffer of the agent of that name.",
         )
     changed = difference(batch, before, "batch")
     require(changed is None, f"loss() must not modify its arguments; it changed {changed}.")
