@@ -9,7 +9,6 @@ seeds of their own. On a GPU no case begins after `GPU_BUDGET_S`, and the suite 
 
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import torch
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import RowMaker
+from torchpod.bench.harness import Record, RowMaker
 from torchpod.config import load
 
 
@@ -78,33 +77,27 @@ def main(
         cases, rounds = cases[:1], 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
     core = harness.last_core() if device == "cpu" else None
-    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
-    make, rows, failures = RowMaker(), [], []
+    make = RowMaker()
     if budget_s is None and device == "cuda":
         budget_s = GPU_BUDGET_S
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
-    for case in harness.chosen(cases, only, "agents"):
-        if time.monotonic() > deadline:
-            failures.append(f"{case.name}: not measured, the time is over; use --only {case.name}.")
-            continue
-        try:
-            rates = [rate(case, seed, core, [f"device={device}", *overrides]) for seed in range(rounds)]
-        except harness.WorkerError as error:
-            failures.append(f"{case.name}: {error}")
-            continue
-        num_envs = load([*case.overrides, *overrides]).num_envs
-        rows.append(make.alone(f"{case.name}/{num_envs}", statistics.median(rates), "env_steps/s", rates))
-        print(describe(rows[-1]), flush=True)
-        calibrations.append(harness.calibrate(core))
-    return harness.finish(
-        "agents",
-        rows,
-        failures=failures,
-        calibrations=calibrations,
-        load_average=load_average,
-        json_path=json_path,
-        extra={"core": core, "rounds": rounds, "quick": quick, "only": only, "budget_s": budget_s},
-    )
+    extra = {"core": core, "rounds": rounds, "quick": quick, "only": only, "budget_s": budget_s}
+    with Record("agents", json_path, **extra) as record:
+        record.calibrate(core)
+        for case in harness.chosen(cases, only, "agents"):
+            name = f"{case.name}/{load([*case.overrides, *overrides]).num_envs}"
+            if time.monotonic() > deadline:
+                record.failures.append((name, f"not measured, the time is over; use --only {case.name}."))
+                continue
+            try:
+                rates = [rate(case, seed, core, [f"device={device}", *overrides]) for seed in range(rounds)]
+            except harness.WorkerError as error:
+                record.failures.append((name, str(error)))
+                continue
+            record.rows.append(make.alone(name, statistics.median(rates), "env_steps/s", rates))
+            print(describe(record.rows[-1]), flush=True)
+            record.calibrate(core)
+    return record.status
 
 
 def rate(case: Case, seed: int, core: int | None, overrides: Sequence[str]) -> float:

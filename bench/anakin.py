@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchpod.bench import harness
-from torchpod.bench.harness import Figures, Measured, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Measured, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.targets import PRODUCT, Failure
 
 
 class Case(NamedTuple):
@@ -69,27 +70,6 @@ LEARN_ITERATIONS = {
     "pendulum": {1024: 100},
 }
 
-# What JAX is known to reach on an AMD EPYC with AVX-512 (family 25, model 17), and the product of a core of it. With
-# 1024 and 4096 environments of CartPole jax_ppo.py reaches that pinned to one core. With 64, and on Breakout, XLA
-# reaches the figures without `taskset` alone, where it uses 1.6 to 1.9 cores in spite of its flags for one thread;
-# pinned to one it does 0.6 to 0.8 of them, and fails the suite. That of 4 environments it does not reach: 170,000 on
-# one core, 130,000 on two, and no more with its scans unrolled by 4 or 16 (266,000 on an EPYC 26-2, 1.3 times as fast).
-FIGURES = Figures(
-    "2048x64x64",
-    95.1,
-    {
-        "ppo_cartpole/4": 250_000,
-        "ppo_cartpole/64": 289_000,
-        "ppo_cartpole/1024": 230_000,
-        "ppo_cartpole/4096": 211_000,
-        "ppo_cartpole/64 on 2 cores": 300_000,
-        "ppo_cartpole/1024 on 2 cores": 275_000,
-        "ppo_cartpole/4096 on 2 cores": 255_000,
-        "ppo_minatar_breakout/64": 100_000,
-        "ppo_minatar_breakout/1024": 84_000,
-    },
-)
-
 
 def main(
     json_path: str | None = None,
@@ -101,7 +81,6 @@ def main(
     core: int | None = None,
     workers: tuple[Worker, Worker] | None = None,
     rejax: Worker | None = None,
-    figures: Figures = FIGURES,
     only: str | None = None,
 ) -> int:
     """Measures, writes the result file, prints the rows.
@@ -115,7 +94,6 @@ def main(
       core: the core that both sides are pinned to; None for the last one.
       workers: torchpod's and the peer's; None for the real ones.
       rejax: that of rejax; None for the real one.
-      figures: what the peer is known to reach.
       only: measure the rows whose names begin with this; the page then shows this run in their place.
 
     Returns:
@@ -127,60 +105,52 @@ def main(
     if core is None:
         core = harness.last_core()
     ours, jax = workers or default_workers()
-    load_average = os.getloadavg()
-    calibrations = [harness.calibrate(core)]
-    make, rows, failures = RowMaker(), [], []
-
+    make = RowMaker()
     chosen = harness.chosen(cases, only, "anakin")
     beside = [Case(case.num_envs) for case in chosen if case.peer == "rejax"]  # what it is held against
     chosen = list(dict.fromkeys([*chosen, *(case for case in beside if case in cases)]))
-    if not workers:
-        make_libraries(ours, core)
-    for case in chosen:
-        peer = jax if case.peer == "jax" else rejax or rejax_worker()
-        if case.cores > len(os.sched_getaffinity(0)):
-            failures.append(f"{case.name}: not measured, there are too few cores.")
-            continue
-        arguments = [case_arguments(case, repeats, learn=not quick, seed=i) for i in range(rounds)]
-        pinned = core if case.cores == 1 else sorted(os.sched_getaffinity(0))[-case.cores :]
-        results = harness.interleave((ours, peer), arguments, core=pinned)
-        a, b = results[ours.name], results[peer.name]
-        row = make.rate(case.name, a, b, peer_name=peer.name)
-        learns = not quick and case.num_envs in LEARN_ITERATIONS[case.env]
-        if case.mode == "update" and learns:
-            failures += harness.untrained(case.name, case.env, (a, b))
-        elif case.mode == "update":
-            row = noted(row, harness.TOO_EARLY)
-        row = with_floor(row, case, a, max(c[FIGURES.product] for c in calibrations))
-        rows.append(row)
-        print(describe(row), flush=True)
-        compiles = case.mode == "update" and case.peer == "jax" and not case.dense
-        if compiles and case.cores == 1 and case.num_envs <= 4096:
-            colds, firsts = ([], []) if quick else starts_again((ours, peer), case, rounds, pinned)
-            new = compile_rows(make, case.name, (ours, peer), [results, *colds], firsts)
-            failures += [f"compile_first_{case.name}: {first}" for first in firsts if isinstance(first, WorkerError)]
-            if case == FIRST and not quick and not workers:
-                try:
-                    new.append(warm_run(make, case.num_envs, pinned, repeats))
-                except WorkerError as error:
-                    failures.append(f"train_warm_cartpole/{case.num_envs}: {error}")
-            rows += new
-            for row in new:
-                print(describe(row), flush=True)
-        # rejax's networks begin otherwise: in so few steps it is ahead.
-        failures += harness.problems(case.name, a, b, returns=learns or (quick and case.peer == "jax"))
-        calibrations.append(harness.calibrate(core))
-
-    return harness.finish(
-        "anakin",
-        rows,
-        failures=[*failures, *slower_than_rejax(rows)],
-        calibrations=calibrations,
-        figures=figures,
-        load_average=load_average,
-        json_path=json_path,
-        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
-    )
+    extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
+    with Record("anakin", json_path, **extra) as record:
+        record.calibrate(core)
+        if not workers:
+            make_libraries(ours, core)
+        for case in chosen:
+            peer = jax if case.peer == "jax" else rejax or rejax_worker()
+            if case.cores > len(os.sched_getaffinity(0)):
+                record.failures.append((case.name, "not measured, there are too few cores."))
+                continue
+            arguments = [case_arguments(case, repeats, learn=not quick, seed=i) for i in range(rounds)]
+            pinned = core if case.cores == 1 else sorted(os.sched_getaffinity(0))[-case.cores :]
+            results = harness.interleave((ours, peer), arguments, core=pinned)
+            a, b = results[ours.name], results[peer.name]
+            row = make.rate(case.name, a, b, peer_name=peer.name)
+            learns = not quick and case.num_envs in LEARN_ITERATIONS[case.env]
+            if case.mode == "update" and learns:
+                record.failures += harness.untrained(case.name, case.env, (a, b))
+            elif case.mode == "update":
+                row = noted(row, harness.TOO_EARLY)
+            row = with_floor(row, case, a, max(c[PRODUCT] for c in record.calibrations))
+            record.rows.append(row)
+            print(describe(row), flush=True)
+            compiles = case.mode == "update" and case.peer == "jax" and not case.dense
+            if compiles and case.cores == 1 and case.num_envs <= 4096:
+                colds, firsts = ([], []) if quick else starts_again((ours, peer), case, rounds, pinned)
+                new = compile_rows(make, case.name, (ours, peer), [results, *colds], firsts)
+                failed = [first for first in firsts if isinstance(first, WorkerError)]
+                record.failures += [(f"compile_first_{case.name}", str(first)) for first in failed]
+                if case == FIRST and not quick and not workers:
+                    try:
+                        new.append(warm_run(make, case.num_envs, pinned, repeats))
+                    except WorkerError as error:
+                        record.failures.append((f"train_warm_cartpole/{case.num_envs}", str(error)))
+                record.rows += new
+                for row in new:
+                    print(describe(row), flush=True)
+            # rejax's networks begin otherwise: in so few steps it is ahead.
+            record.failures += harness.problems(case.name, a, b, returns=learns or (quick and case.peer == "jax"))
+            record.calibrate(core)
+        record.failures += [] if quick else slower_than_rejax(record.rows)
+    return record.status
 
 
 def with_floor(row: Row, case: Case, measured: Measured, gflops: float) -> Row:
@@ -220,16 +190,17 @@ def rejax_worker() -> Worker:
     return Worker("rejax", (python, str(harness.ROOT / "bench" / "peers" / "rejax_ppo.py")), missing=missing)
 
 
-def slower_than_rejax(rows: Sequence[Row]) -> list[str]:
-    """One sentence for each case in which jax_ppo.py, measured in this run too, was slower than rejax."""
+def slower_than_rejax(rows: Sequence[Row]) -> list[Failure]:
+    """Each case in which jax_ppo.py, measured in this run too, was slower than rejax."""
     peers, found = {row.name: row.peer for row in rows}, []
     for name, rejax in peers.items():
         ours = peers.get(name.replace("rejax_", "ppo_", 1))
         if name.startswith("rejax_") and rejax and ours and ours["value"] < rejax["value"]:
-            found.append(
-                f"{name}: rejax did {rejax['value']:,.0f} env steps/s and our own JAX driver {ours['value']:,.0f}, so"
-                " that ratios to it flatter us: repair jax_ppo.py, or use a quiet machine."
+            sentence = (
+                f"rejax did {rejax['value']:,.0f} env steps/s and our own JAX driver {ours['value']:,.0f}, so that"
+                " ratios to it flatter us: repair jax_ppo.py, or use a quiet machine."
             )
+            found.append((name, sentence))
     return found
 
 
@@ -241,7 +212,7 @@ def case_arguments(case: Case, repeats: int, *, learn: bool, seed: int) -> list[
     arguments += ["--threads", case.cores, "--iterations", iterations, "--repeats", repeats]
     if learn and case.mode == "update":
         arguments += ["--warmup", LEARN_ITERATIONS[case.env].get(case.num_envs, 0)]
-    return [str(x) for x in (*arguments, "--seed", seed, "--json", *(["--dense"] if case.dense else []))]
+    return [str(x) for x in (*arguments, "--seed", seed, *(["--dense"] if case.dense else []))]
 
 
 def starts_again(
@@ -337,7 +308,7 @@ def describe(row: Row) -> str:
     """One line for the terminal."""
     number = lambda x: "-" if x is None else f"{x:,.0f}" if row.unit != "s" else f"{x:.1f}"  # noqa: E731
     peer = "" if row.peer is None else f"  {row.peer['name']} {number(row.peer['value'])}"
-    ratio = ""
-    if row.ratio is not None and row.interval is not None:
-        ratio = f"  ratio {row.ratio:.2f} [{row.interval[0]:.2f}, {row.interval[1]:.2f}]"
+    ratio = "" if row.ratio is None else f"  ratio {row.ratio:.2f}"
+    if row.interval is not None:
+        ratio += f" [{row.interval[0]:.2f}, {row.interval[1]:.2f}]"
     return f"{row.name:32s} {number(row.value):>12s} {row.unit}{peer}{ratio}{'  ' + row.note if row.note else ''}"

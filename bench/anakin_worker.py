@@ -172,7 +172,6 @@ class Prepared:
             cpu_s.append(time.process_time() - cpu)
         wall_s = self._wall_s[-repeats:]
         env_steps = [x[3] for x in sums]
-        rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
         count, total_return = sums[-1][:2]
         cuda = {"cuda": str(torch.version.cuda)} if on_gpu else {}
         own = sizes(anakin, self._state.carry)
@@ -199,7 +198,6 @@ class Prepared:
             "env_steps": env_steps,
             "wall_s": wall_s,
             "cpu_s": cpu_s,
-            "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
             "episode_return": total_return / count if count else None,
             "episodes": int(count),
             "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},
@@ -414,7 +412,6 @@ def main() -> None:
     parser.add_argument("--dense", action="store_true", help="multiply the zeros of observations too, on a CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: captured, in TF32")
     parser.add_argument("--eager", action="store_true", help="compile nothing, for tests")
-    parser.add_argument("--json", action="store_true", help="kept for symmetry: the output is always JSON")
     parser.add_argument("--profile", action="store_true", help="a table of programs, on a GPU of kernels, on stderr")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high" if args.device == "cuda" else "highest")

@@ -17,14 +17,13 @@ Both sides have all cores: pinned to fewer than its pool has threads, XLA stalls
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchpod.bench import harness
-from torchpod.bench.anakin import compile_rows, describe
-from torchpod.bench.harness import RowMaker, Worker
+from torchpod.bench.anakin import compile_rows, describe, noted
+from torchpod.bench.harness import TOO_EARLY, Measured, Record, RowMaker, Worker
 
 
 class Case(NamedTuple):
@@ -82,33 +81,38 @@ def main(
       only: measure the rows whose names begin with this; the page then shows this run in their place.
 
     Returns:
-      0, or 1 if the work was unequal, one side learned much less than the other, or a side failed.
+      0, or 1 if the work was unequal, a side learned nothing or much less than the other, or failed.
     """
     if quick:
         cases, rounds, repeats = (Case("fast", 64, 100, backend=None), Case("fast", 64, 2, "update", None)), 2, 1
     ours, peer = workers or default_workers()
-    load_average = os.getloadavg()
-    make, rows, failures = RowMaker(), [], []
-    for case in harness.chosen(cases, only, "brax"):
-        arguments = [case_arguments(case, repeats, seed=i) for i in range(rounds)]
-        results = harness.interleave((ours, peer), arguments, core=None)
-        a, b = results[ours.name], results[peer.name]
-        new = [make.rate(case.name, a, b, peer_name=peer.name)]
-        if case.mode == "update":
-            new += compile_rows(make, case.name, (ours, peer), [results])
-        for row in new:
-            rows.append(dataclasses.replace(row, note="; ".join(filter(None, [NOTES[case.mode], row.note]))))
-            print(describe(rows[-1]), flush=True)
-        failures += harness.problems(case.name, a, b, returns=case.learn > 0)
-    return harness.finish(
-        "brax",
-        rows,
-        failures=failures,
-        calibrations=[harness.calibrate(None)],
-        load_average=load_average,
-        json_path=json_path,
-        extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
-    )
+    make = RowMaker()
+    extra = {"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
+    with Record("brax", json_path, **extra) as record:
+        record.calibrate(None)
+        for case in harness.chosen(cases, only, "brax"):
+            arguments = [case_arguments(case, repeats, seed=i) for i in range(rounds)]
+            results = harness.interleave((ours, peer), arguments, core=None)
+            a, b = results[ours.name], results[peer.name]
+            new = [make.rate(case.name, a, b, peer_name=peer.name)]
+            told = TOO_EARLY if case.mode == "update" else ""
+            if case.learn:
+                told = returned((a, b))
+                record.failures += harness.untrained(case.name, case.env, (a, b))
+            new[0] = noted(new[0], told)
+            if case.mode == "update":
+                new += compile_rows(make, case.name, (ours, peer), [results])
+            for row in new:
+                record.rows.append(dataclasses.replace(row, note="; ".join(filter(None, [NOTES[case.mode], row.note]))))
+                print(describe(record.rows[-1]), flush=True)
+            record.failures += harness.problems(case.name, a, b, returns=case.learn > 0)
+    return record.status
+
+
+def returned(sides: Sequence[Measured]) -> str:
+    """What each side learned, in the mean of its rounds."""
+    found = [(side[0]["framework"], harness.mean_return(side)) for side in sides if isinstance(side, list)]
+    return "returns: " + ", ".join(f"{name} {'none' if mean is None else format(mean, '.3g')}" for name, mean in found)
 
 
 def default_workers() -> tuple[Worker, Worker]:

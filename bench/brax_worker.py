@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 
 from torchpod import random
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.bench.harness import Measurement
+from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.compile import Compiler
 from torchpod.envs.host import Brax
 from torchpod.evaluate import evaluate
@@ -43,6 +42,8 @@ class Sides(NamedTuple):
     """One timed call; environment steps, without resets."""
     unroll_length: int
     num_params: int
+    dtype: str
+    """Of the parameters; without any, of observations."""
     finish: Callable[[], float | None]
     """Ends it; the mean return of an episode, or None."""
 
@@ -53,7 +54,7 @@ def stepping(make_env: Callable[[], Brax], num_envs: int, steps: int, seed: int,
     size = env.spec.action.shape[0]
     keys, count = random.split(random.key(seed), num_envs), 0
     draw = Compiler(compiled)(lambda count: random.uniform(random.at(keys, count), size, -1.0, 1.0))
-    env.init(keys)
+    _, first = env.init(keys)
 
     def call() -> float:
         nonlocal count
@@ -64,7 +65,7 @@ def stepping(make_env: Callable[[], Brax], num_envs: int, steps: int, seed: int,
             moved += (timestep.step_type != FIRST).sum()
         return float(moved)
 
-    return Sides(call, steps, 0, lambda: None)
+    return Sides(call, steps, 0, str(first.observation.dtype).removeprefix("torch."), lambda: None)
 
 
 def ppo(
@@ -105,7 +106,8 @@ def ppo(
         key, variables = random.key(seed + 1), learned.params | learned.buffers
         return float(evaluate(sebulba.agent, env, variables, key, num_episodes=num_envs).returns.mean())
 
-    return Sides(call, UNROLL_LENGTH, sum(p.numel() for p in sebulba.agent.parameters()), finish)
+    agent = sebulba.agent
+    return Sides(call, UNROLL_LENGTH, sum(p.numel() for p in agent.parameters()), dtype_of(agent), finish)
 
 
 def measure(
@@ -162,7 +164,6 @@ def measure(
         cpu_s.append(time.process_time() - cpu)
     env_steps, wall_s, cpu_s = env_steps[warmup_calls:], wall_s[warmup_calls:], cpu_s[warmup_calls:]
     compile_s = warm_s - warmup_calls * min(wall_s)
-    rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
     return {
         "framework": "torchpod",
         "mode": mode,
@@ -173,14 +174,13 @@ def measure(
         "minibatches": LEARNER.num_minibatches if update else 0,
         "batch_rows": side.unroll_length * num_envs,
         "param_count": side.num_params,
-        "dtype": "float32",
+        "dtype": side.dtype,
         "iterations": iterations if update else 1,
         "total_iterations": total_iterations if update else repeats + 1,
         "compile_s": compile_s,
         "env_steps": env_steps,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": side.finish(),
         "episodes": num_envs if learn else 0,
         "threads": {"torch": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0))},

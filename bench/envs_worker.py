@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import time
 from typing import Any
 
@@ -68,7 +67,6 @@ def measure(
         cpu_s.append(time.process_time() - cpu)
         sums.append((carry[2] - before).tolist())
     wall_s, cpu_s, sums = wall_s[1:], cpu_s[1:], sums[1:]
-    rates = [moved / wall for (_, moved), wall in zip(sums, wall_s, strict=True)]
     return {
         "framework": "torchpod",
         "mode": "env_only",
@@ -85,7 +83,6 @@ def measure(
         "env_steps": [moved for _, moved in sums],
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": sum(total for total, _ in sums) / sum(moved for _, moved in sums),  # reward per step
         "episodes": 0,
         "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},

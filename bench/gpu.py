@@ -14,7 +14,7 @@ Last, while the time lasts, Sebulba with IMPALA on EnvPool, beside EnvPool alone
 
 import dataclasses
 import importlib.util
-import os
+import statistics
 import sys
 import tempfile
 import time
@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpod.bench import floor, harness
-from torchpod.bench.anakin import describe
+from torchpod.bench.anakin import describe, noted
 from torchpod.bench.gpu_checks import correctness
-from torchpod.bench.harness import MissingError, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Measured, MissingError, Record, Row, RowMaker, Worker, WorkerError
 from torchpod.bench.served import Job, Result, Wave
+from torchpod.bench.targets import Failure
 from torchpod.kernels import gpu_unroll
 
 BUDGET_S = 520.0
@@ -164,49 +165,46 @@ def main(
         host_cases, rounds, repeats = (HostCase("CartPole-v1", 8, 8),), 2, 1
     todo = harness.chosen([Checks(), *cases, *host_cases], only, "gpu")
     ours, peer = workers or default_workers(device)
-    load_average = os.getloadavg()
-    rows: list[Row] = []
-    failures: list[str] = []
-    results: dict[tuple[str, str], Result] = {}
-    waves = plan([case for case in todo if isinstance(case, Case)], ours, peer, memory_limit(device))
-    for i, wave in enumerate(waves or [[]]):
-        jobs = [
-            Job(case.name, worker, case_arguments(case, repeats, rounds, device, quick=quick)) for case, worker in wave
-        ]
-        with Wave(jobs, deadline) as running:
-            if i == 0 and Checks() in todo:  # while the workers compile
-                rows, failures = checked(device, num_envs=64 if quick else 1024)
-                print(f"correctness: {len(rows)} rows, {len(failures)} wrong", flush=True)
-            for job, result in zip(jobs, running.measure(rounds), strict=True):
-                results[job.case, job.worker.name] = result
     make = RowMaker()
-    for case in (x for x in todo if isinstance(x, Case)):
-        of_peer = results.get((case.name, peer.name), Result(MissingError("there is no JAX driver for it"), {}))
-        of_ours = results[case.name, ours.name]
-        of_case, wrong = case_rows(make, case, of_ours, of_peer, peer, device)
-        rows += of_case
-        failures += wrong
-        if case.learns and not quick:
-            failures += harness.untrained(case.name, case.env, (of_ours.measurements, of_peer.measurements))
-        print(describe(of_case[0]), flush=True)
-    of_host, wrong = host_rows([x for x in todo if isinstance(x, HostCase)], device, deadline, quick=quick)
-    return harness.finish(
-        "gpu",
-        [*rows, *of_host],
-        failures=[*failures, *wrong],
-        load_average=load_average,
-        json_path=json_path,
-        extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only, "budget_s": budget_s},
-    )
+    extra = {"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only, "budget_s": budget_s}
+    with Record("gpu", json_path, **extra) as record:
+        results: dict[tuple[str, str], Result] = {}
+        waves = plan([case for case in todo if isinstance(case, Case)], ours, peer, memory_limit(device))
+        for i, wave in enumerate(waves or [[]]):
+            jobs = [
+                Job(case.name, worker, case_arguments(case, repeats, rounds, device, quick=quick))
+                for case, worker in wave
+            ]
+            with Wave(jobs, deadline) as running:
+                if i == 0 and Checks() in todo:  # while the workers compile
+                    record.rows, record.failures = checked(device, num_envs=64 if quick else 1024)
+                    print(f"correctness: {len(record.rows)} rows, {len(record.failures)} wrong", flush=True)
+                for job, result in zip(jobs, running.measure(rounds), strict=True):
+                    results[job.case, job.worker.name] = result
+        for case in (x for x in todo if isinstance(x, Case)):
+            of_peer = results.get((case.name, peer.name), Result(MissingError("there is no JAX driver for it"), {}))
+            of_ours = results[case.name, ours.name]
+            of_case, wrong = case_rows(make, case, of_ours, of_peer, peer, device)
+            record.rows += of_case
+            record.failures += wrong
+            if case.learns and not quick:
+                sides = of_ours.measurements, of_peer.measurements
+                record.failures += harness.untrained(case.name, case.env, sides)
+            print(describe(of_case[0]), flush=True)
+        host_rows(record, make, [x for x in todo if isinstance(x, HostCase)], device, deadline, quick=quick)
+        if only is None and not quick:
+            record.rows.append(make.alone("whole_suite", time.monotonic() - harness.BEGAN, "s"))
+    return record.status
 
 
-def checked(device: str, num_envs: int) -> tuple[list[Row], list[str]]:
+def checked(device: str, num_envs: int) -> tuple[list[Row], list[Failure]]:
     """See `correctness`; if it raises, the suite says so and goes on."""
     try:
         return correctness(device, num_envs)
     except Exception as error:
         traceback.print_exc()
-        return [], [f"correctness: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"]
+        told = f"correctness: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return [], [(f"difference_eager_compiled/{num_envs}", told)]
 
 
 def default_workers(device: str) -> tuple[Worker, Worker]:
@@ -259,7 +257,7 @@ def plan(cases: Sequence[Case], ours: Worker, peer: Worker, limit: float) -> lis
 
 def case_rows(
     make: RowMaker, case: Case, ours: Result, of_peer: Result, peer: Worker, device: str
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[Row], list[Failure]]:
     """The rows of a case, its rate first, and what is wrong with it."""
     a, b, details = ours.measurements, of_peer.measurements, ours.details
     failures = harness.problems(case.name, a, b, returns=case.learns)
@@ -272,9 +270,11 @@ def case_rows(
             rate.note,
         ]
         rate = dataclasses.replace(rate, note="; ".join(filter(None, notes)))
-    rows = [rate, make.compile_time(f"compile_{case.name}", a, b, peer_name=peer.name)]
+    once = [last(a), last(b)]  # a worker compiles once, and knows the most memory of its life
+    compiled = make.compile_time(f"compile_{case.name}", *once, peer_name=peer.name)
+    rows = [rate, noted(compiled, "all cases compile side by side")]
     if device == "cuda":
-        rows.append(make.number(f"memory_{case.name}", "memory_bytes", "bytes", a, b, peer_name=peer.name))
+        rows.append(make.number(f"memory_{case.name}", "memory_bytes", "bytes", *once, peer_name=peer.name))
     if details:
         rows += [
             make.alone(f"capture_{case.name}", details["capture_s"], "s"),
@@ -288,8 +288,13 @@ def case_rows(
             ),
         ]
     if isinstance(a, list) and (not details or (device == "cuda" and not details["kernels"])):
-        failures.append(f"{case.name}: the profiler saw no kernel, or the worker ended before it could say so.")
+        failures.append((case.name, "the profiler saw no kernel, or the worker ended before it could say so."))
     return rows, failures
+
+
+def last(measured: Measured) -> Measured:
+    """Its last round."""
+    return measured[-1:] if isinstance(measured, list) else measured
 
 
 def floor_note(case: Case, measurement: Mapping[str, Any], details: Mapping[str, Any], device_name: str | None) -> str:
@@ -310,26 +315,24 @@ def floor_note(case: Case, measurement: Mapping[str, Any], details: Mapping[str,
     )
 
 
-def host_rows(cases: Sequence[HostCase], device: str, deadline: float, *, quick: bool) -> tuple[list[Row], list[str]]:
-    """Sebulba with IMPALA on EnvPool: environment steps per second, their share of what EnvPool does alone, idle GPU.
-
-    Returns:
-      Rows, and a sentence for each case that could not be measured.
-    """
-    if cases and importlib.util.find_spec("envpool") is None:
-        return [], ["EnvPool is not installed, so no host environment was measured; pip install envpool."]
-    make, rows, failures = RowMaker(), [], []
+def host_rows(
+    record: Record, make: RowMaker, cases: Sequence[HostCase], device: str, deadline: float, *, quick: bool
+) -> None:
+    """Sebulba with IMPALA on EnvPool: steps per second, their share of what EnvPool does alone, idle GPU."""
+    there = importlib.util.find_spec("envpool") is not None
     with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:  # cases have programs in common
         for case in cases:
             left = deadline - time.monotonic()
-            if left < HOST_CASE_S:
-                failures.append(f"{case.name}: not measured, {max(0.0, left):.0f} s of the suite's time were left.")
-                continue
-            try:
-                rows += _host_case(make, case, device, deadline, Path(cache), quick=quick)
-            except WorkerError as error:
-                failures.append(f"{case.name}: {error}")
-    return rows, failures
+            if not there:
+                record.failures.append((case.name, "not measured, EnvPool is not installed; pip install envpool."))
+            elif left < HOST_CASE_S:
+                told = f"not measured, {max(0.0, left):.0f} s of the suite's time were left."
+                record.failures.append((case.name, told))
+            else:
+                try:
+                    record.rows += _host_case(make, case, device, deadline, Path(cache), quick=quick)
+                except WorkerError as error:
+                    record.failures.append((case.name, str(error)))
 
 
 def _host_case(
@@ -348,7 +351,7 @@ def _host_case(
         )
         for mode, layout in (("env_only", ("--actors", 1)), ("update", LAYOUT))
     )
-    raw, ours = (m["env_steps_per_s"]["median"] for m in (of_raw, of_ours))
+    raw, ours = (statistics.median(harness.rates(m)) for m in (of_raw, of_ours))
     where = case.name.removeprefix("impala_")
     rows = [
         make.alone(f"raw_envpool_{where}", raw, "env_steps/s", harness.rates(of_raw)),

@@ -8,6 +8,7 @@ from torchpod.anakin import RunState
 from torchpod.bench import anakin_worker
 from torchpod.bench.harness import Row, RowMaker
 from torchpod.bench.kernels import kernels, profiled, waits
+from torchpod.bench.targets import Failure
 from torchpod.compile import Compiler
 from torchpod.graph import Replay
 
@@ -15,7 +16,7 @@ TOLERANCE = 1e-4
 """On parameters after one iteration: floats differ by ulps between eager, compiled and captured kernels."""
 
 
-def correctness(device: str, num_envs: int, *, compiled: bool = True) -> tuple[list[Row], list[str]]:
+def correctness(device: str, num_envs: int, *, compiled: bool = True) -> tuple[list[Row], list[Failure]]:
     """PPO on CartPole: eager, compiled and captured from the same carry; a resumed run; what a replay waits for.
 
     Args:
@@ -24,7 +25,7 @@ def correctness(device: str, num_envs: int, *, compiled: bool = True) -> tuple[l
       compiled: False for tests.
 
     Returns:
-      Rows, and a sentence for each that is wrong.
+      Rows, and what is wrong with which of them.
     """
     eager = anakin_worker.build("cartpole", num_envs, 1000, compiler=Compiler(False), device=device)
     program = anakin_worker.build("cartpole", num_envs, 1000, compiler=Compiler(compiled), device=device)
@@ -38,11 +39,12 @@ def correctness(device: str, num_envs: int, *, compiled: bool = True) -> tuple[l
         difference = largest_difference(results[a], results[b])
         rows.append(make.alone(f"difference_{a}_{b}/{num_envs}", difference, "largest over parameters"))
         if not difference <= TOLERANCE:
-            failures.append(f"{b} differs from {a} by {difference:.2e} after one iteration; {TOLERANCE} is allowed.")
+            told = f"{b} differs from {a} by {difference:.2e} after one iteration; {TOLERANCE} is allowed."
+            failures.append((rows[-1].name, told))
     unlike = different(results["compiled"], captured, floats=False)
     rows.append(make.alone(f"different_integers_compiled_captured/{num_envs}", len(unlike), "leaves"))
     if unlike:
-        failures.append(f"captured and compiled differ after one iteration in {unlike}.")
+        failures.append((rows[-1].name, f"captured and compiled differ after one iteration in {unlike}."))
 
     # A run that went on, beside one whose state was taken to the host and put into a new graph.
     saved = pytree.tree_map(lambda x: x.cpu(), captured)
@@ -53,22 +55,23 @@ def correctness(device: str, num_envs: int, *, compiled: bool = True) -> tuple[l
     unlike = different(replay.state, resumed.state)
     rows.append(make.alone(f"different_after_resume_across_capture/{num_envs}", len(unlike), "leaves"))
     if unlike:
-        failures.append(f"a run resumed in a new graph differs after two iterations in {unlike}.")
+        failures.append((rows[-1].name, f"a run resumed in a new graph differs after two iterations in {unlike}."))
 
     keys = random.split(random.key(3), num_envs)
     same = torch.equal(random.bits(keys, 8), random.bits(keys.to(device), 8).cpu())
     rows.append(make.alone(f"random_words_as_on_cpu/{num_envs}", int(same), "bool"))
     if not same:
-        failures.append(f"random words on {device} are not those on the CPU.")
+        failures.append((rows[-1].name, f"random words on {device} are not those on the CPU."))
 
     events = profiled(replay)
     syncs, on_device = waits(events), kernels(events)
     rows.append(make.alone(f"kernels_per_replay/{num_envs}", len(on_device), "kernels"))
     if capture and not on_device:
-        failures.append("the profiler saw no kernel in a replay, so that it would not have seen a host sync either.")
+        told = "the profiler saw no kernel in a replay, so that it would not have seen a host sync either."
+        failures.append((rows[-1].name, told))
     rows.append(make.alone(f"host_syncs_per_replay/{num_envs}", len(syncs), "calls"))
     if syncs:
-        failures.append(f"the host waits for the device during a replay: {sorted(set(syncs))}.")
+        failures.append((rows[-1].name, f"the host waits for the device during a replay: {sorted(set(syncs))}."))
     return rows, failures
 
 

@@ -26,19 +26,17 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 
-from torchpod.bench.targets import missed
+from torchpod.bench.targets import Failure, below_figures, missed
 from torchpod.config import ConfigError
 from torchpod.hints import nearest
 from torchpod.machine import commit, cpu, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-FORMAT = 1
+FORMAT = 2
 BEGAN = time.monotonic()
 """Of the suite: a process runs one, and imports this before it measures."""
 
-# A JAX row must reach this share of its scaled figure. 0.9 leaves room for noise, not for a bad driver.
-FLOOR_SHARE = 0.9
 RETURN_SHARE = 0.6
 """Means over a few seeds differ; those of two different algorithms differ more."""
 JAX_RETURN_SHARE = {"cartpole": 0.85}
@@ -47,8 +45,9 @@ TOO_EARLY = "returns say nothing in so few steps"
 """The note of a row whose sides had no time to learn."""
 RANDOM = {"cartpole": 22.2, "minatar_breakout": 0.39, "pendulum": -1225.0}
 """Mean returns of a random policy."""
-LEARNED = {"cartpole": 44.0, "minatar_breakout": 0.8, "pendulum": -300.0}
-"""What both sides must reach where they had time to learn: about twice those, of Pendulum a quarter of what is lost."""
+LEARNED = {"cartpole": 44.0, "minatar_breakout": 0.8, "pendulum": -300.0, "inverted_pendulum": 140.0}
+"""What both sides must reach where they had time to learn: about twice those, of Pendulum a quarter of what is lost; of
+Brax's inverted pendulum, where actions are greedy in the end, twice the 70 of a network that has learned nothing."""
 # A worker that got less of its core than this was not alone on it, and one that uses several cores if it got less than
 # this share of what it got in another round.
 QUIET_CPU_SHARE = 0.95
@@ -97,7 +96,6 @@ class Measurement(TypedDict):
     env_steps: list[float]  # of each timed call: transitions, no resets
     wall_s: list[float]
     cpu_s: list[float]
-    env_steps_per_s: dict[str, float]  # median, min, max
     episode_return: float | None  # mean over the episodes that ended in the last timed call
     episodes: int
     threads: dict[str, Any]
@@ -144,7 +142,7 @@ class Row:
       repeats: every single value behind it, in the order measured.
       peer: `{name, value, repeats}` of the other side, None if it could not be measured.
       ratio: ours over the peer's, the median over the rounds; for seconds, below 1 is better.
-      interval: smallest and largest ratio of a round.
+      interval: smallest and largest ratio of a round; None of a single one.
       cpu_share: CPU time over wall time of the worse side; below 0.95 somebody else had the core.
       threads: of each side.
       rounds: of each side, what `TOLD` names, round by round; seconds are those of all timed calls.
@@ -361,9 +359,13 @@ class RowMaker:
         *,
         peer_name: str,
         unit: str = "env_steps/s",
+        waits: bool = False,
     ) -> Row:
-        """Environment steps (or what is counted) per second: the median of a round's calls, then over the rounds."""
-        return self._row(name, unit, ours, peer, peer_name, rates)
+        """Environment steps (or what is counted) per second: the median of a round's calls, then over the rounds.
+
+        Of processes that wait for each other, or for a time, CPU time does not say whether they had company: `waits`.
+        """
+        return self._row(name, unit, ours, peer, peer_name, rates, waits=waits)
 
     def compile_time(
         self,
@@ -414,6 +416,8 @@ class RowMaker:
         peer: Measured,
         peer_name: str,
         values: Callable[[Measurement], list[float]],
+        *,
+        waits: bool = False,
     ) -> Row:
         sides = {"torchpod": ours, peer_name: peer}
         good = {side: ms for side, ms in sides.items() if isinstance(ms, list) and ms}
@@ -429,7 +433,7 @@ class RowMaker:
             shares += own
             most = max(own, default=0.0)
             least = QUIET_CPU_SHARE if most < 1.05 else QUIET_ROUND_SHARE * most
-            if own and min(own) < least and unit != "s":
+            if own and min(own) < least and unit != "s" and not waits:
                 notes.append(f"not alone on the core: {min(own):.0%} of it in the worst round")
         found = dict(self.versions)
         for ms in good.values():
@@ -447,7 +451,7 @@ class RowMaker:
                 "repeats": single[peer_name],
             },
             ratio=statistics.median(ratios) if ratios else None,
-            interval=(min(ratios), max(ratios)) if ratios else None,
+            interval=(min(ratios), max(ratios)) if len(ratios) > 1 else None,
             cpu_share=min(shares) if shares else None,
             threads={side: ms[0]["threads"] for side, ms in good.items()},
             hardware=self.hardware["name"],
@@ -473,7 +477,7 @@ def rates(measurement: Measurement) -> list[float]:
     return [steps / wall for steps, wall in zip(measurement["env_steps"], measurement["wall_s"], strict=True)]
 
 
-# --- Checks: each returns sentences, none if all is well --------------------------------------------------------------
+# --- Checks: each returns what is wrong, nothing if all is well -------------------------------------------------------
 
 
 def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
@@ -498,7 +502,7 @@ def unequal_returns(ours: Sequence[Measurement], peer: Sequence[Measurement]) ->
         return []
     same = JAX_RETURN_SHARE if first["framework"] == "jax" else {}
     share = same.get(first.get("env", ""), RETURN_SHARE)
-    a, b = (_mean([m["episode_return"] for m in side]) for side in (ours, peer))
+    a, b = mean_return(ours), mean_return(peer)
     if a is None or b is None or abs(a - b) > (1 - share) * max(abs(a), abs(b)):
         return [
             f"{ours[0]['framework']} learned to a mean return of {a} and {first['framework']} to {b} in"
@@ -507,8 +511,8 @@ def unequal_returns(ours: Sequence[Measurement], peer: Sequence[Measurement]) ->
     return []
 
 
-def untrained(name: str, env: str, sides: Sequence[Measured]) -> list[str]:
-    """A sentence for each side that had time to learn and is not well above a random policy in the mean of all rounds.
+def untrained(name: str, env: str, sides: Sequence[Measured]) -> list[Failure]:
+    """Each side that had time to learn and is not well above a random policy in the mean of all rounds.
 
     Returns that are equal say nothing if neither side has learned.
     """
@@ -516,19 +520,20 @@ def untrained(name: str, env: str, sides: Sequence[Measured]) -> list[str]:
     for side in sides:
         if isinstance(side, WorkerError):
             continue
-        mean = _mean([m["episode_return"] for m in side])
+        mean = mean_return(side)
         if mean is None or mean < least:
-            found.append(
-                f"{name}: {side[0]['framework']} learned to a mean return of {mean}, and must reach {least:g}, far from"
-                " a random policy's, or equal returns say nothing: repair it, or let it learn longer."
+            sentence = (
+                f"{side[0]['framework']} learned to a mean return of {mean}, and must reach {least:g}, far from a"
+                " random policy's, or equal returns say nothing: repair it, or let it learn longer."
             )
+            found.append((name, sentence))
     return found
 
 
-def _mean(returns: Sequence[float | None]) -> float | None:
-    """None if an episode never ended in one of the rounds."""
-    ended = [x for x in returns if x is not None]
-    return statistics.mean(ended) if len(ended) == len(returns) else None
+def mean_return(rounds: Sequence[Measurement]) -> float | None:
+    """None if an episode never ended in one of them."""
+    ended = [m["episode_return"] for m in rounds if m["episode_return"] is not None]
+    return statistics.mean(ended) if len(ended) == len(rounds) else None
 
 
 def problems(
@@ -537,17 +542,17 @@ def problems(
     peer: Measured,
     *,
     returns: bool = True,
-) -> list[str]:
+) -> list[Failure]:
     """What is wrong with a row: a side failed, or the two differ in work or return; a missing peer is no fault.
 
     Without `returns` those are not compared: the two sides had no time to learn.
     """
     if isinstance(ours, WorkerError):
-        return [f"{name}: {ours}"]
+        return [(name, str(ours))]
     if isinstance(peer, WorkerError):
-        return [] if isinstance(peer, MissingError) else [f"{name}: {peer}"]
+        return [] if isinstance(peer, MissingError) else [(name, str(peer))]
     told = [sentence for a, b in zip(ours, peer, strict=True) for sentence in unequal_work(a, b)]
-    return [f"{name}: {sentence}" for sentence in told + (unequal_returns(ours, peer) if returns else [])]
+    return [(name, sentence) for sentence in told + (unequal_returns(ours, peer) if returns else [])]
 
 
 def chosen(cases: Sequence[Any], only: str | None, suite: str) -> list[Any]:
@@ -571,37 +576,6 @@ def named(names: Sequence[str], only: str | None, suite: str) -> list[str]:
     return [name for name in names if name.startswith(tuple(starts))]
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a peer is known to reach, and how fast the machine was on which it did.
-
-    Attributes:
-      product: the matrix product of calibrate.py that scales the figures.
-      gflops: its rate, on one core of that machine.
-      env_steps_per_s: by row.
-    """
-
-    product: str
-    gflops: float
-    env_steps_per_s: Mapping[str, float]
-
-
-def below_figures(rows: Sequence[Mapping[str, Any]], figures: Figures, calibration: Mapping[str, float]) -> list[str]:
-    """One sentence for each row whose peer was slower than `FLOOR_SHARE` of its figure on a machine of this speed."""
-    scale, found = calibration[figures.product] / figures.gflops, []
-    for row in rows:
-        peer, figure = row["peer"], figures.env_steps_per_s.get(row["name"])
-        if peer is None or figure is None or peer["value"] >= FLOOR_SHARE * scale * figure:
-            continue
-        found.append(
-            f"{row['name']}: {peer['name']} did {peer['value']:,.0f} env steps/s, below"
-            f" {FLOOR_SHARE * scale * figure:,.0f} ({FLOOR_SHARE} x its figure {figure:,.0f} x {scale:.2f} for this"
-            f" machine's {figures.product} product), so that the ratio flatters us: use a quiet machine or repair the"
-            " driver."
-        )
-    return found
-
-
 # --- Result files -----------------------------------------------------------------------------------------------------
 
 
@@ -616,37 +590,72 @@ def last_core() -> int | None:
     return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def finish(
-    suite: str,
-    rows: Sequence[Row],
-    *,
-    failures: Sequence[str],
-    calibrations: Sequence[Mapping[str, float]] = (),
-    figures: Figures | None = None,
-    **results: Any,
-) -> int:
-    """Writes the result file (`write_results`), says where it lies and what failed; the exit status.
+class Record:
+    """What a suite has found so far. Leaving the context writes it, whatever ended the suite, and says what failed.
+
+    A suite that is stopped (SIGTERM, Ctrl-C, a calibration that fails) ends there, with what it has as the run of a
+    part; one that has no row yet raises what stopped it.
 
     Args:
       suite: its name.
+      json_path: where the rows go; None for bench/results/.
+      **extra: more of the result file: `quick`, `only`, `core`, ...
+
+    Attributes:
       rows: in order.
-      failures: what failed so far; peers below their `figures` and rows below their targets (targets.py) come to it.
-      calibrations: of `calibrate`, in the course of the suite; the best of each product counts, for what was slower
-        had company.
-      figures: of the peers, if any are known.
-      **results: the others of `write_results`.
+      failures: what failed, of which row; peers below their figures and rows below their targets (targets.py) follow
+        from the rows, are told as well, and not stored.
+      calibrations: in the course of the suite; the best of each product counts, for what was slower had company.
+      status: of the process, when it is written.
     """
-    calibration = {product: max(c[product] for c in calibrations) for product in (calibrations or ({},))[0]}
-    told = [dataclasses.asdict(row) for row in rows]
-    failures = [*failures, *(below_figures(told, figures, calibration) if figures else ())]
-    if not (results.get("extra") or {}).get("quick"):
-        failures += missed(suite, told)
-    failures = list(dict.fromkeys(failures))
-    path = write_results(suite, rows, failures=failures, calibration=calibration, **results)
-    print(f"{len(rows)} rows in {path}")
-    for failure in failures:
-        print(f"torchpod bench: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+
+    def __init__(self, suite: str, json_path: str | None, **extra: Any) -> None:
+        self.rows: list[Row] = []
+        self.failures: list[Failure] = []
+        self.calibrations: list[Mapping[str, float]] = []
+        self.status = 1
+        self._suite, self._json_path, self._extra = suite, json_path, extra
+        self._load_average = os.getloadavg()
+
+    def calibrate(self, core: int | None) -> None:
+        """Once more."""
+        self.calibrations.append(calibrate(core))
+
+    def __enter__(self) -> "Record":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
+        stopped = isinstance(error, WorkerError | KeyboardInterrupt | SystemExit)
+        if error is not None:
+            if not self.rows:
+                return False
+            why = "interrupted." if isinstance(error, KeyboardInterrupt | SystemExit) else str(error)
+            self.failures.append((self.rows[-1].name, f"the suite was stopped after this row: {why}"))
+            self._extra["only"] = ",".join(row.name for row in self.rows)
+        self._write()
+        return stopped
+
+    def _write(self) -> None:
+        calibration = {
+            product: max(c[product] for c in self.calibrations) for product in (self.calibrations or [{}])[0]
+        }
+        told = [dataclasses.asdict(row) for row in self.rows]
+        run = {"suite": self._suite, "rows": told, "calibration_gflops": calibration, **self._extra}
+        self.failures = list(dict.fromkeys(self.failures))
+        path = write_results(
+            self._suite,
+            self.rows,
+            failures=self.failures,
+            calibration=calibration,
+            load_average=self._load_average,
+            json_path=self._json_path,
+            extra=self._extra,
+        )
+        print(f"{len(self.rows)} rows in {path}")
+        implied = [] if self._extra.get("quick") else below_figures(run) + missed(run)
+        for name, sentence in self.failures + implied:
+            print(f"torchpod bench: {name}: {sentence}", file=sys.stderr)
+        self.status = 1 if self.failures or implied else 0
 
 
 def check_writable(json_path: str | None) -> None:
@@ -671,7 +680,7 @@ def write_results(
     suite: str,
     rows: Sequence[Row],
     *,
-    failures: Sequence[str],
+    failures: Sequence[Failure],
     calibration: Mapping[str, float],
     load_average: Sequence[float],
     json_path: str | None = None,

@@ -10,14 +10,14 @@ work beside it does no harm. Read harness.py first.
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping
 
 import numpy as np
 
 from torchpod.bench import anakin, harness
 from torchpod.bench.anakin import Case
-from torchpod.bench.harness import RANDOM, Measured, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import RANDOM, Measured, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.targets import Failure
 
 SEEDS = {
     Case(64): 16,
@@ -59,27 +59,20 @@ def main(
         seeds = {Case(1024): 2}
     if core is None:
         core = harness.last_core()
-    sides, load_average = workers or anakin.default_workers(), os.getloadavg()
-    make, rows, failures = RowMaker(), [], []
-    for case in harness.chosen([*seeds], only, "learning"):
-        arguments = [anakin.case_arguments(case, 1, learn=not quick, seed=seed) for seed in range(seeds[case])]
-        results = harness.interleave(sides, arguments, core=core)
-        a, b = (ended(results[worker.name]) for worker in sides)
-        row = make.number(case.name, "episode_return", "return", a, b, peer_name=sides[1].name)
-        failures += harness.problems(case.name, a, b, returns=False)
-        if isinstance(a, list) and isinstance(b, list):
-            row = compared(row, RANDOM[case.env])
-            failures += [] if quick else [*harness.untrained(case.name, case.env, (a, b)), *unequal(row)]
-        rows.append(row)
-        print(anakin.describe(row), flush=True)
-    return harness.finish(
-        "learning",
-        rows,
-        failures=failures,
-        load_average=load_average,
-        json_path=json_path,
-        extra={"core": core, "quick": quick, "only": only},
-    )
+    sides, make = workers or anakin.default_workers(), RowMaker()
+    with Record("learning", json_path, core=core, quick=quick, only=only) as record:
+        for case in harness.chosen([*seeds], only, "learning"):
+            arguments = [anakin.case_arguments(case, 1, learn=not quick, seed=seed) for seed in range(seeds[case])]
+            results = harness.interleave(sides, arguments, core=core)
+            a, b = (ended(results[worker.name]) for worker in sides)
+            row = make.number(case.name, "episode_return", "return", a, b, peer_name=sides[1].name)
+            record.failures += harness.problems(case.name, a, b, returns=False)
+            if isinstance(a, list) and isinstance(b, list):
+                row = compared(row, RANDOM[case.env])
+                record.failures += [] if quick else [*harness.untrained(case.name, case.env, (a, b)), *unequal(row)]
+            record.rows.append(row)
+            print(anakin.describe(row), flush=True)
+    return record.status
 
 
 def ended(measured: Measured) -> Measured:
@@ -119,14 +112,14 @@ def compared(row: Row, of_random: float) -> Row:
     )
 
 
-def unequal(row: Row) -> list[str]:
-    """A sentence if the gains differ by more than `SAME`, or might, by so few seeds."""
+def unequal(row: Row) -> list[Failure]:
+    """Whether the gains differ by more than `SAME`, or might, by so few seeds."""
     assert row.ratio is not None and row.interval is not None
     low, high = row.interval
     if 1 - SAME <= low and high <= 1 + SAME:
         return []
-    return [
-        f"{row.name}: torchpod gains {row.ratio:.2f} [{low:.2f}, {high:.2f}] of what its peer gains over a random"
-        f" policy, and all of that must lie between {1 - SAME:g} and {1 + SAME:g}: find what differs, or take more"
-        " seeds."
-    ]
+    sentence = (
+        f"torchpod gains {row.ratio:.2f} [{low:.2f}, {high:.2f}] of what its peer gains over a random policy, and all"
+        f" of that must lie between {1 - SAME:g} and {1 + SAME:g}: find what differs, or take more seeds."
+    )
+    return [(row.name, sentence)]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpod.bench import floor, harness
-from torchpod.bench.harness import Row, RowMaker
+from torchpod.bench.harness import Record, Row, RowMaker
 from torchpod.kernels import gxx
 
 START = (
@@ -79,27 +79,21 @@ def main(
     Returns:
       0, or 1 if something is wrong.
     """
-    load_average, make, rows, failures = os.getloadavg(), RowMaker(), [], []
+    make = RowMaker()
     if quick:
         cases = [cases[0]._replace(num_envs=cases[0].few)]
-    for case in harness.chosen(cases, only, "lowered"):
-        try:
-            found = look((*case.overrides, f"num_envs={case.num_envs}"), "--compile")
-            checked = look((*case.overrides, f"num_envs={case.few}"), "--check")
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            failures.append(f"{case.name}: {error}")
-            continue
-        of_case = case_rows(make, case, found, checked)
-        rows += of_case
-        print(f"{of_case[0].name}: {of_case[0].value:,.0f} launches; {of_case[0].note}", flush=True)
-    return harness.finish(
-        "lowered",
-        rows,
-        failures=failures,
-        load_average=load_average,
-        json_path=json_path,
-        extra={"quick": quick, "only": only, "device": "NVIDIA H100, not there"},
-    )
+    with Record("lowered", json_path, quick=quick, only=only, device="NVIDIA H100, not there") as record:
+        for case in harness.chosen(cases, only, "lowered"):
+            try:
+                found = look((*case.overrides, f"num_envs={case.num_envs}"), "--compile")
+                checked = look((*case.overrides, f"num_envs={case.few}"), "--check")
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                record.failures.append((f"launches_{case.name}/{case.num_envs}", str(error)))
+                continue
+            of_case = case_rows(make, case, found, checked)
+            record.rows += of_case
+            print(f"{of_case[0].name}: {of_case[0].value:,.0f} launches; {of_case[0].note}", flush=True)
+    return record.status
 
 
 def case_rows(make: RowMaker, case: Case, found: dict[str, Any], checked: dict[str, Any]) -> list[Row]:

@@ -16,11 +16,10 @@ first.
 
 import dataclasses
 import math
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -29,9 +28,10 @@ import torch
 from torchpod.bench import floor, harness
 from torchpod.bench.anakin import describe
 from torchpod.bench.floor import Gpu
-from torchpod.bench.harness import Measured, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Measured, Record, Row, RowMaker, Worker, WorkerError
 from torchpod.bench.multiagent_worker import CHUNK_ROWS, Details
 from torchpod.bench.served import Job, Wave
+from torchpod.bench.targets import WARPDRIVE, Failure
 
 ORIGINALS = {"tag_gridworld": "--per-agent", "covid_economy": "--window"}
 """What has the peer do as the original's own class for the CPU does: agent by agent, or 600 days anew in each."""
@@ -132,30 +132,8 @@ CUDA_CASES = (
     *(Case(COVID, 52, envs, mode) for envs in (60, 1000) for mode in ("env_only", *LEARNING)),
 )
 
-WARPDRIVE = {
-    "env_only_tag_gridworld_5/2000": 9.8e6,
-    "env_only_tag_gridworld_1000/2000": 2.9e6,
-    "a2c_tag_gridworld_5/2000": 1.3e6,
-    "a2c_tag_gridworld_1000/2000": 0.58e6,
-    "sampler_tag_gridworld_5/2000": 18e6,
-    "env_only_tag_continuous_5/2000": 8.3e6,
-    "a2c_tag_continuous_5/2000": 0.57e6,
-    "a2c_tag_continuous_45/2000": 0.15e6,
-    "sampler_tag_continuous_5/2000": 16e6,
-}
-"""Its figures on one A100, by the paper; it does not say how many of the agents of continuous Tag were taggers."""
 COVID_FIGURE = 24.0
 """Times a node of 16 CPU cores: its A100 with 60 environments of the economy."""
-CUDA_GOALS = {"5/2000": 5.0, "45/2000": 5.0, "a2c_tag_gridworld_1000/2000": 5.0}
-"""Times WarpDrive's figure, by how the row's name ends."""
-UNFUSED_GOAL = 2.5
-"""Likewise, of 1000 agents whose networks are float32 and not fused."""
-CPU_GOALS = {
-    "env_only_tag_gridworld_5/": 20.0,
-    "env_only_tag_gridworld_1000/": 100.0,
-    "original_tag_gridworld_1000/": 100.0,
-}
-"""Times NumPy on a core, in the best of the rows whose names begin so."""
 
 
 def main(
@@ -188,7 +166,7 @@ def main(
       budget_s: on CUDA, what is not measured by then is reported as not measured.
 
     Returns:
-      0, or 1 if a goal was not reached or a side failed.
+      0, or 1 if a target was missed or a side failed.
     """
     deadline = time.monotonic() + budget_s
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -203,46 +181,40 @@ def main(
     if core is None:
         core = harness.last_core()
     ours, peer = workers or default_workers()
-    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
-    make, rows, failures, unfused = RowMaker(), [], [], set[str]()
-    served = on_gpu(cases, ours, peer, seconds, repeats, rounds, core, deadline) if device == "cuda" else {}
-    for case in cases:
-        sides = [ours, *([peer] if case.has_peer else [])]
-        original = dataclasses.replace(peer, name=f"{peer.name} as there", command=(*peer.command, case.original))
-        if case.original and device == "cpu":
-            sides.append(original)
-        arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
-        results = served.get(case) or harness.interleave(sides, arguments, core=core)
-        a, b = results[ours.name], results.get(peer.name, [])
-        row = make.rate(case.name, a, b, peer_name=peer.name, unit="env_steps/s" if case.mode != "sampler" else "1/s")
-        failures += [f"{case.name}: {side}" for side in (a, b) if isinstance(side, WorkerError)]
-        if device == "cpu":
-            calibrations.append(harness.calibrate(core))
-        if isinstance(a, list):
-            details = cast("list[Details]", a)[-1]
-            peak = peaks(make, details, calibrations)
-            told = notes(case, row, details, peak)
-            if case.mode in LEARNING and details["dtype"] == "float32" and not fused(details):
-                unfused.add(row.name)
-            failures += impossible(case, row, details, peak)
-            row = dataclasses.replace(row, note="; ".join(filter(None, [*told, row.note])))
-        rows.append(row)
-        print(describe(row), flush=True)
-        if original in sides:
-            b = results[original.name]
-            failures += [f"{case.name}: {b}"] if isinstance(b, WorkerError) else []
-            rows.append(make.rate(case.name.replace("env_only", "original"), a, b, peer_name=original.name))
-            print(describe(rows[-1]), flush=True)
-    return harness.finish(
-        "multiagent",
-        rows,
-        failures=[*failures, *([] if quick else missed(rows, device, unfused))],
-        calibrations=calibrations,
-        load_average=load_average,
-        json_path=json_path,
-        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
-        | {"device": device, "budget_s": budget_s, "warpdrive_a100": WARPDRIVE},
-    )
+    make = RowMaker()
+    extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
+    extra |= {"device": device, "budget_s": budget_s, "warpdrive_a100": WARPDRIVE}
+    with Record("multiagent", json_path, **extra) as record:
+        record.calibrate(core)
+        served = on_gpu(cases, ours, peer, seconds, repeats, rounds, core, deadline) if device == "cuda" else {}
+        for case in cases:
+            sides = [ours, *([peer] if case.has_peer else [])]
+            original = dataclasses.replace(peer, name=f"{peer.name} as there", command=(*peer.command, case.original))
+            if case.original and device == "cpu":
+                sides.append(original)
+            arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
+            results = served.get(case) or harness.interleave(sides, arguments, core=core)
+            a, b = results[ours.name], results.get(peer.name, [])
+            unit = "env_steps/s" if case.mode != "sampler" else "1/s"
+            row = make.rate(case.name, a, b, peer_name=peer.name, unit=unit)
+            record.failures += [(case.name, str(side)) for side in (a, b) if isinstance(side, WorkerError)]
+            if device == "cpu":
+                record.calibrate(core)
+            if isinstance(a, list):
+                details = cast("list[Details]", a)[-1]
+                peak = peaks(make, details, record.calibrations)
+                told = notes(case, row, details, peak)
+                record.failures += impossible(case, row, details, peak)
+                row = dataclasses.replace(row, note="; ".join(filter(None, [*told, row.note])))
+            record.rows.append(row)
+            print(describe(row), flush=True)
+            if original in sides:
+                b = results[original.name]
+                row = make.rate(case.name.replace("env_only", "original"), a, b, peer_name=original.name)
+                record.failures += [(row.name, str(b))] if isinstance(b, WorkerError) else []
+                record.rows.append(row)
+                print(describe(row), flush=True)
+    return record.status
 
 
 def on_gpu(
@@ -377,13 +349,13 @@ def notes(case: Case, row: Row, details: Details, peak: Gpu | None) -> list[str]
     return told
 
 
-def impossible(case: Case, row: Row, details: Details, peak: Gpu | None) -> list[str]:
-    """A sentence if it was quicker than its floor, which is then none."""
+def impossible(case: Case, row: Row, details: Details, peak: Gpu | None) -> list[Failure]:
+    """Whether it was quicker than its floor, which is then none."""
     if peak is None or row.value is None:
         return []
     least_s, took_s = least(case, details, peak)[0].seconds, details["batch_rows"] / row.value
-    wrong = f"{row.name}: an iteration took {1e3 * took_s:.1f} ms, and its floor is {1e3 * least_s:.1f}."
-    return [wrong] if took_s < least_s else []
+    wrong = f"an iteration took {1e3 * took_s:.1f} ms, and its floor is {1e3 * least_s:.1f}."
+    return [(row.name, wrong)] if took_s < least_s else []
 
 
 def fused(details: Details) -> bool:
@@ -394,27 +366,3 @@ def fused(details: Details) -> bool:
 def number_type(details: Details) -> str:
     """Of the networks' numbers, and how they are multiplied."""
     return details["dtype"] + (" in TF32" if details.get("tf32") else "")
-
-
-def missed(rows: Sequence[Row], device: str, unfused: Container[str]) -> list[str]:
-    """One sentence for each goal that was measured and not reached.
-
-    Args:
-      rows: what was measured.
-      device: cpu or cuda.
-      unfused: the names of those whose networks are float32 and not fused.
-    """
-    found = []
-    for row in rows if device == "cuda" else ():
-        goal = next((goal for end, goal in CUDA_GOALS.items() if row.name.endswith(end)), None)
-        if "_1000/" in row.name and row.name in unfused:
-            goal = UNFUSED_GOAL
-        figure = WARPDRIVE.get(row.name)
-        if goal and figure and row.value is not None and row.value < goal * figure:
-            found.append(f"{row.name}: {row.value / figure:.2f} x WarpDrive, the goal is {goal}.")
-    for begin, goal in CPU_GOALS.items() if device == "cpu" else ():
-        ratios = {row.name: row.ratio for row in rows if row.name.startswith(begin) and row.ratio is not None}
-        best = max(ratios, key=ratios.__getitem__, default=None)
-        if best is not None and ratios[best] < goal:
-            found.append(f"{best}: {ratios[best]:.1f} x NumPy on a core, the goal is {goal:.0f}.")
-    return found

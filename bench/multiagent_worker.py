@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -266,7 +265,6 @@ class Prepared:
             moved.append(torch.stack([replay().clone() for _ in range(iterations)]).sum().item())  # which waits
             wall_s.append(time.perf_counter() - wall)
             cpu_s.append(time.process_time() - cpu)
-        rates = [steps / wall for steps, wall in zip(moved, wall_s, strict=True)]
         peak = torch.cuda.max_memory_allocated() if on_gpu else status_bytes(os.getpid(), "VmHWM")
         learns, stores = mode == "update", mode in ("rollout", "update")
         carried = sum(x.nbytes for x in pytree.tree_leaves(replay.state.carry))
@@ -289,7 +287,6 @@ class Prepared:
             "env_steps": moved,
             "wall_s": wall_s,
             "cpu_s": cpu_s,
-            "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
             "episode_return": None,
             "episodes": 0,
             "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},

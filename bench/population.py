@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import compile_rows, default_workers, describe, make_libraries
-from torchpod.bench.harness import Figures, MissingError, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import MissingError, Record, RowMaker, Worker, WorkerError
 
 CASES = ((16, 4), (64, 4))
 """Members, and environments of each."""
@@ -23,8 +23,6 @@ LEARN_ITERATIONS = 300
 """Before timing, so that the returns of both sides say whether they learn."""
 TWO_CORES_S = 300.0
 """Of one run there: on a Xeon XLA hangs with 64 members, and with 16 it does not."""
-FIGURES = Figures("2048x64x64", 95.1, {f"{WORK}/16x4": 330_000, f"{WORK}/64x4": 208_000})
-"""What JAX reaches with 64 varies from 208k to 294k."""
 
 
 def main(
@@ -37,7 +35,6 @@ def main(
     repeats: int = 3,
     core: int | None = None,
     workers: tuple[Worker, Worker] | None = None,
-    figures: Figures = FIGURES,
 ) -> int:
     """Measures, writes the result file, prints the rows; the arguments are those of anakin.py.
 
@@ -50,42 +47,37 @@ def main(
     if core is None:
         core = harness.last_core()
     ours, peer = workers or default_workers()
-    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
-    make, rows, failures = RowMaker(), [], []
-    if not workers:
-        make_libraries(ours, core)
-    for members, num_envs in (case for case in cases if name_of(case) in kept):
-        name = name_of((members, num_envs))
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            arguments = [case_arguments(members, num_envs, repeats, learn=not quick, seed=i) for i in range(rounds)]
-            results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
-            a, b = results[ours.name], results[peer.name]
-            both = [[*one, "--threads", "2"] for one in arguments]
-            cores = None if core is None else sorted(os.sched_getaffinity(0))[-2:]
-            two = harness.interleave((ours, peer), both, core=cores, cache_dir=Path(cache), timeout_s=TWO_CORES_S)
-        rows.append(make.rate(name, a, b, peer_name=peer.name))
-        again = [case_arguments(members, num_envs, 1, learn=False, seed=i) for i in range(1, rounds)]
-        colds = [harness.interleave((ours, peer), [one], core=core) for one in again if not quick]
-        rows += compile_rows(make, name, (ours, peer), [results, *colds])
-        of_ours, of_peer = two[ours.name], two[peer.name]
-        if isinstance(of_peer, WorkerError):  # no fault of ours
-            of_peer = MissingError(str(of_peer))
-        rows.append(make.rate(f"{name} on 2 cores", of_ours, of_peer, peer_name=peer.name))
-        for row in rows[-4:]:
-            print(describe(row), flush=True)
-        failures += [] if quick else harness.untrained(name, "cartpole", (a, b))
-        failures += [*harness.problems(name, a, b), *harness.problems(f"{name} on 2 cores", of_ours, of_peer)]
-        calibrations.append(harness.calibrate(core))
-    return harness.finish(
-        "population",
-        rows,
-        failures=failures,
-        calibrations=calibrations,
-        figures=figures,
-        load_average=load_average,
-        json_path=json_path,
-        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
-    )
+    make = RowMaker()
+    extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
+    with Record("population", json_path, **extra) as record:
+        record.calibrate(core)
+        if not workers:
+            make_libraries(ours, core)
+        for members, num_envs in (case for case in cases if name_of(case) in kept):
+            name = name_of((members, num_envs))
+            with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+                arguments = [case_arguments(members, num_envs, repeats, learn=not quick, seed=i) for i in range(rounds)]
+                results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
+                a, b = results[ours.name], results[peer.name]
+                both = [[*one, "--threads", "2"] for one in arguments]
+                cores = None if core is None else sorted(os.sched_getaffinity(0))[-2:]
+                two = harness.interleave((ours, peer), both, core=cores, cache_dir=Path(cache), timeout_s=TWO_CORES_S)
+            new = [make.rate(name, a, b, peer_name=peer.name)]
+            again = [case_arguments(members, num_envs, 1, learn=False, seed=i) for i in range(1, rounds)]
+            colds = [harness.interleave((ours, peer), [one], core=core) for one in again if not quick]
+            new += compile_rows(make, name, (ours, peer), [results, *colds])
+            of_ours, of_peer = two[ours.name], two[peer.name]
+            if isinstance(of_peer, WorkerError):  # no fault of ours
+                of_peer = MissingError(str(of_peer))
+            new.append(make.rate(f"{name} on 2 cores", of_ours, of_peer, peer_name=peer.name))
+            for row in new:
+                print(describe(row), flush=True)
+            record.rows += new
+            record.failures += [] if quick else harness.untrained(name, "cartpole", (a, b))
+            record.failures += harness.problems(name, a, b)
+            record.failures += harness.problems(f"{name} on 2 cores", of_ours, of_peer)
+            record.calibrate(core)
+    return record.status
 
 
 def name_of(case: tuple[int, int]) -> str:
@@ -99,4 +91,4 @@ def case_arguments(members: int, num_envs: int, repeats: int, *, learn: bool, se
     iterations = max(1, STEPS_PER_CALL // (128 * members * num_envs))
     arguments = ["--num-envs", num_envs, "--population", members, "--mode", "update", "--iterations", iterations]
     arguments += ["--repeats", repeats, *(["--warmup", LEARN_ITERATIONS] if learn else [])]
-    return [str(x) for x in (*arguments, "--seed", 100 * seed, "--json")]
+    return [str(x) for x in (*arguments, "--seed", 100 * seed)]

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -48,7 +47,6 @@ def report(
             call()
         wall_s.append(time.perf_counter() - wall)
         cpu_s.append(time.process_time() - cpu)
-    rates = [count * rows_per_call / wall for wall in wall_s]
     return {
         "framework": framework,
         "num_envs": 1,
@@ -64,7 +62,6 @@ def report(
         "env_steps": [count * rows_per_call] * repeats,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": None,
         "episodes": 0,
         "threads": {"torch": torch.get_num_threads(), "affinity": len(os.sched_getaffinity(0))},

@@ -7,16 +7,15 @@ the newest (the others would need 28 and 56 GB); and 20,000 steps of stacks that
 16 steps of 64 (16) environments; samples are 256 transitions. torchpod and NumPy hold an observation once, TorchRL
 twice, as its collectors write it; torchpod's samples are compiled and never begin at a reset. Beside samples by
 priority stands Gumbel top-k over a flat vector, compiled too. Counted are rows. A million frames, or stacks, must fit
-into what is stated of them (replay_worker.py), the most that the process ever takes. Read harness.py first.
+into what is stated of them (targets.py), the most that the process ever takes. Read harness.py first.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import MissingError, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import MissingError, Record, RowMaker, Worker, WorkerError
 from torchpod.bench.replay_worker import CASES, SIDES, Case
 
 WORKERS = tuple(Worker(side, (sys.executable, "-m", "torchpod.bench.replay_worker", "--side", side)) for side in SIDES)
@@ -43,33 +42,26 @@ def main(
         cases, rounds, repeats = cases[:1], 2, 1
     if core is None:
         core = harness.last_core()
-    load_average, calibrations = os.getloadavg(), [harness.calibrate(core)]
-    make, rows, failures = RowMaker(), [], []
-    for case in harness.chosen(cases, only, "replay"):
-        arguments = [["--case", case.name, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
-        draws_by_priority = case.prioritised and case.what == "sample"
-        sides = [worker for worker in workers if worker.name != "gumbel" or draws_by_priority]
-        results = harness.interleave(sides, arguments, core=core)
-        ours, *peers = (results[worker.name] for worker in sides)
-        for peer, theirs in zip(sides[1:], peers, strict=True):
-            if isinstance(theirs, WorkerError):  # TorchRL's prioritised sampler does not load with every torch
-                theirs = MissingError(str(theirs))
-            rows.append(make.rate(f"{case.name}/{peer.name}", ours, theirs, peer_name=peer.name, unit="rows/s"))
-            print(describe(rows[-1]), flush=True)
-            failures += harness.problems(case.name, ours, theirs, returns=False)
-        if case.memory and isinstance(ours, list):
-            taken = [m.get("memory_bytes", 0) / 1e6 for m in ours]
-            rows.append(make.alone(f"{case.name} memory", max(taken), "MB", taken))
-            print(describe(rows[-1]), flush=True)
-            if max(taken) > case.memory:
-                failures.append(f"{case.name}: {max(taken):,.0f} MB of memory, and {case.memory:,.0f} are stated.")
-        calibrations.append(harness.calibrate(core))
-    return harness.finish(
-        "replay",
-        rows,
-        failures=list(dict.fromkeys(failures)),
-        calibrations=calibrations,
-        load_average=load_average,
-        json_path=json_path,
-        extra={"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
-    )
+    make = RowMaker()
+    extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
+    with Record("replay", json_path, **extra) as record:
+        record.calibrate(core)
+        for case in harness.chosen(cases, only, "replay"):
+            arguments = [["--case", case.name, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
+            draws_by_priority = case.prioritised and case.what == "sample"
+            sides = [worker for worker in workers if worker.name != "gumbel" or draws_by_priority]
+            results = harness.interleave(sides, arguments, core=core)
+            ours, *peers = (results[worker.name] for worker in sides)
+            for peer, theirs in zip(sides[1:], peers, strict=True):
+                if isinstance(theirs, WorkerError):  # TorchRL's prioritised sampler does not load with every torch
+                    theirs = MissingError(str(theirs))
+                row = make.rate(f"{case.name}/{peer.name}", ours, theirs, peer_name=peer.name, unit="rows/s")
+                record.rows.append(row)
+                print(describe(row), flush=True)
+                record.failures += harness.problems(row.name, ours, theirs, returns=False)
+            if case.memory and isinstance(ours, list):
+                taken = [m.get("memory_bytes", 0) / 1e6 for m in ours]
+                record.rows.append(make.alone(f"{case.name} memory", max(taken), "MB", taken))
+                print(describe(record.rows[-1]), flush=True)
+            record.calibrate(core)
+    return record.status

@@ -10,26 +10,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchpod.bench import anakin, envs, population, scaling
-from torchpod.bench.harness import FORMAT, LEARNED, RESULTS, ROOT, TOO_EARLY, below_figures
-from torchpod.bench.targets import LESS_IS_BETTER, MORE_IS_BETTER, TARGETS, beside_stated, missed, outcome
+from torchpod.bench import scaling
+from torchpod.bench.harness import FORMAT, LEARNED, RESULTS, ROOT, TOO_EARLY
+from torchpod.bench.targets import (
+    LESS_IS_BETTER,
+    MORE_IS_BETTER,
+    Target,
+    below_figures,
+    beside_stated,
+    missed,
+    outcome,
+    targets_of,
+)
 
 DOCS = ROOT / "docs"
 HISTORY_LENGTH = 8
-FIGURES = {"anakin": anakin.FIGURES, "envs": envs.FIGURES, "population": population.FIGURES}
-"""Of the peers, by suite."""
 # A change of the ratio to the peer that is more than noise between two runs on the same machine.
 REGRESSION = 0.1
 LEAST_SECONDS = 0.1
 OTHER_SPEED = 0.1
 """Of a matrix product, by which a machine differs between two runs."""
-# A run on an H100, whose environments alone were timed with sums that cost more than many an environment; f4da247 left
-# them out.
-WITH_SUMS = "220552d+changes"
 # What is read of every result file, of its `hardware` and of each of its rows.
 KEYS = ("suite", "date", "hardware", "commit", "calibration_gflops", "load_average", "failures", "rows")
 HARDWARE_KEYS = ("name", "cpu", "cores", "gpu")
-ROW_KEYS = ("name", "value", "unit", "peer", "ratio", "interval", "versions", "note")
+ROW_KEYS = ("name", "value", "unit", "repeats", "peer", "ratio", "interval", "versions", "note")
 
 HEADER = Path(__file__).with_name("report.md")
 """What the page begins with: how to read it, and what is to be known of single runs."""
@@ -39,11 +43,10 @@ def main(results: Path = RESULTS, docs: Path = DOCS) -> int:
     """Writes both pages, that of scaling if it was measured; returns 0."""
     documents = load(results)
     pages = {"benchmarks.md": render(documents)}
-    whole = {x["suite"]: x for x in documents if not x.get("only")}  # the newest of each
-    if "scaling" in whole and not whole["scaling"]["failures"]:
+    if told := [x for x in documents if x["suite"] == "scaling" and scaling.tells(x)]:
         on_gpu = [x for x in documents if x["suite"] == "gpu" and x["hardware"]["gpu"]]
         same = [x for x in on_gpu if x["hardware"]["name"] == on_gpu[-1]["hardware"]["name"]]
-        pages["scaling.md"] = scaling.render(whole["scaling"], _with_parts(same) if same else None)
+        pages["scaling.md"] = scaling.render(told[-1], _with_parts(same) if same else None)
     docs.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         (docs / name).write_text(text)
@@ -96,8 +99,8 @@ def render(documents: Sequence[Mapping[str, Any]]) -> str:
 def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str], *, newest_only: bool = False) -> list[str]:
     """One sentence for each row that was better by more than `REGRESSION` when it was measured the last time but one.
 
-    What counts is the ratio to its peer; the number itself, by twice as much, where it was measured without one. What
-    gets slower little by little is seen in the history alone.
+    What counts is the ratio to its peer; the number itself, by twice as much, where it was measured without one, as it
+    would have been at the newest run's speed of a core. What gets slower little by little is seen in the history alone.
 
     Args:
       runs: of one suite on one machine, oldest first.
@@ -116,12 +119,23 @@ def regressions(runs: Sequence[Mapping[str, Any]], names: Sequence[str], *, newe
         (before, old), (newest, new) = measured[-2:]
         if newest_only and newest is not runs[-1]:
             continue
-        was, now = old[key], new[key]
-        worse = now / was - 1 if new["unit"] in LESS_IS_BETTER else 1 - now / was
+        was, now, speed = old[key], new[key], 1.0 if what == "ratio" else _speed(before, newest)
+        if new["unit"] in LESS_IS_BETTER:
+            worse = now / (was / speed if new["unit"] == "s" else was) - 1
+        else:
+            worse = 1 - now / (was * speed)
         if worse > limit:
             told = (f"{x:.2f}" if what == "ratio" else _number(x, new["unit"]) for x in (was, now))
-            found.append(f"{name}: the {what} went from {' to '.join(told)} since {before['commit']}.")
+            core = f", and the speed of a core to {speed:.2f} x" if round(speed, 2) != 1 else ""
+            found.append(f"{name}: the {what} went from {' to '.join(told)} since {before['commit']}{core}.")
     return found
+
+
+def _speed(before: Mapping[str, Any], newest: Mapping[str, Any]) -> float:
+    """Of a core in the newest run over that in one before, by the first product that both have; on a GPU 1."""
+    was, now = before["calibration_gflops"], newest["calibration_gflops"]
+    product = next((name for name in now if name in was), None)
+    return 1.0 if product is None or newest["hardware"]["gpu"] else now[product] / was[product]
 
 
 def regressed(suite: str, results: Path = RESULTS) -> list[str]:
@@ -132,8 +146,10 @@ def regressed(suite: str, results: Path = RESULTS) -> list[str]:
 
 
 def _can_change(row: Mapping[str, Any]) -> bool:
-    """Whether it was measured, by something that gets better or worse by a share of it."""
+    """Whether it was measured, by something that gets better or worse by a share of it; of seconds, more than once."""
     least = LEAST_SECONDS if row["unit"] == "s" else 0.0
+    if row["unit"] == "s" and len(row["repeats"]) < 2:
+        return False
     return row["unit"] in LESS_IS_BETTER | MORE_IS_BETTER and (row["value"] or 0.0) > least
 
 
@@ -148,7 +164,7 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     Without a whole run, the rows of all parts.
     """
     start = max((i for i, run in enumerate(runs) if not run.get("only")), default=0)
-    merged, measured_in = {**runs[start], "failures": _failures(runs[start])}, dict[str, Mapping[str, Any]]()
+    merged, measured_in = {**runs[start], "slow_peers": below_figures(runs[start])}, dict[str, Mapping[str, Any]]()
     for part in runs[start + 1 :]:
         new = {row["name"]: row for row in part["rows"]}
         measured_in |= dict.fromkeys(new, part)
@@ -158,30 +174,10 @@ def _with_parts(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         names = {row["name"] for row in merged["rows"]}
         merged["rows"] = [new.get(row["name"], row) for row in merged["rows"]]
         merged["rows"] += [row for name, row in new.items() if name not in names]
-        cases = {case for name in new for case in (name, name.partition("/")[0], *_before(name), *_works(name))}
-        merged["failures"] = [x for x in merged["failures"] if x.partition(":")[0] not in cases] + _failures(part)
+        anew = new.keys() | {name for name, _ in part["failures"]}
+        for key, told in (("failures", part["failures"]), ("slow_peers", below_figures(part))):
+            merged[key] = [x for x in merged[key] if x[0] not in anew] + told
     return {**merged, "parts": [part for part in runs if any(part is x for x in measured_in.values())]}
-
-
-def _failures(run: Mapping[str, Any]) -> list[str]:
-    """Those that were stored, with the peers below today's figures in place of those below the figures of its time."""
-    if (figures := FIGURES.get(run["suite"])) is None:
-        return list(run["failures"])
-    below = below_figures(run["rows"], figures, run["calibration_gflops"])
-    return [x for x in run["failures"] if " x its figure " not in x] + below
-
-
-def _before(name: str) -> list[str]:
-    """What a row's failures began with until 2026-11-24: `update/64 of cartpole`, and before that `update/64`."""
-    work, _, size = name.partition("/")
-    env = work.removeprefix("ppo_")
-    return [f"update/{size} of {env}", *([f"update/{size}"] if env == "cartpole" else [])]
-
-
-def _works(name: str) -> list[str]:
-    """What the best of several layouts is a failure of: `ppo_ant`, of `ppo_ant_2_actors_vs_sync/8`."""
-    words = name.partition("/")[0].split("_")
-    return ["_".join(words[:i]) for i in range(2, len(words))]
 
 
 def _section(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -207,34 +203,30 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> str:
     ]
     if parts := [_part(run, latest["calibration_gflops"]) for run in latest["parts"]]:
         lines += [f"{'Other parts' if part else 'Parts of it since then'}: {'; '.join(parts)}.", ""]
-    targets = TARGETS.get(latest["suite"], {})
+    targets = targets_of(latest)
     if targets:
         lines += ["| row | torchpod | peer | ratio | target | note |", "|---|--:|--:|--:|---|---|"]
     else:
         lines += ["| row | torchpod | peer | ratio | note |", "|---|--:|--:|--:|---|"]
-    beside_slow = {x.partition(":")[0] for x in latest["failures"] if " x its figure " in x}
+    beside_slow = {name for name, _ in latest["slow_peers"]}
     for row in latest["rows"]:
         cells = _cells(row)
         if targets:
-            told = ": ".join(outcome(targets[row["name"]], row)) if row["name"] in targets else ""
+            target = targets.get(row["name"], Target())
+            told = ": ".join(filter(None, outcome(target, row)))
             if ": met" in told and row["name"] in beside_slow:
                 told += ", beside a peer below its figure"
-            stated = beside_stated(targets[row["name"]], row) if told else ""
-            cells.insert(-1, ", ".join(filter(None, [told, stated])))
+            cells.insert(-1, ", ".join(filter(None, [told, beside_stated(target, row)])))
         lines.append(f"| {' | '.join(cells)} |")
-    now_missed = missed(latest["suite"], latest["rows"])
-    # Those of the run itself may be of a part that was measured again; suite gpu called them goals until 2026-11-26.
-    told_then = (", the target is ", ", the goal is ") if targets else ()
-    problems = now_missed + [x for x in latest["failures"] if not any(words in x for words in told_then)]
-    names = [row["name"] for row in latest["rows"]]
-    rates = {name: target for name, target in targets.items() if target.seconds is None}
-    bounds = {name: rates[name].bound for name in names if name in rates and rates[name].bound}
+    failures = [*missed(latest), *latest["failures"], *latest["slow_peers"]]
+    problems = [f"{name}: {sentence}" for name, sentence in failures]
+    problems += regressions(runs, [row["name"] for row in latest["rows"]])
+    bounds = {name: target.bound for name, target in targets.items() if target.bound and target.most is None}
     met = [
         row["name"]
         for row in latest["rows"]
-        if row["name"] in bounds and outcome(rates[row["name"]], row)[1].startswith("met")
+        if row["name"] in bounds and outcome(targets[row["name"]], row)[1].startswith("met")
     ]
-    problems += regressions(runs, names)
     lines += ["", *(f"- **{problem}**" for problem in problems)] if problems else []
     lines += ["", *(f"- {name} is bounded by {bounds[name]}." for name in met)] if met else []
     by_commit = _by_commit(runs)
@@ -286,13 +278,13 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ratio = "-"
     peer = f"{row['peer']['name']} {_number(row['peer']['value'], row['unit'])}" if row["peer"] else "-"
     if _has_ratio(row):
-        low, high = row["interval"]
-        ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+        ratio = f"{row['ratio']:.2f}"
+        if row["interval"]:
+            low, high = row["interval"]
+            ratio += f" [{low:.2f}, {high:.2f}]"
     elif row["ratio"] is not None:
         peer = "-"
     notes = [row["note"].replace("|", "\\|"), _unlearned(row) or _returns(row)]
-    if row["name"].startswith("outside_env_") and row.get("commit") == WITH_SUMS:
-        notes.append("too low: the environments were timed with sums, since f4da247 without")
     note = "; ".join(filter(None, notes))
     return [row["name"], _number(row["value"], row["unit"]), peer, ratio, note]
 

@@ -10,7 +10,6 @@ which `torchpod bench report` writes.
 """
 
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import torch
 
 from torchpod.bench import harness
 from torchpod.bench.anakin import UNROLL_LENGTH
-from torchpod.bench.harness import RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Record, RowMaker, Worker, WorkerError
 from torchpod.learner import LearnerConfig
 
 KINDS = ("weak", "apart", "strong")
@@ -80,49 +79,43 @@ def main(
     """
     if quick:
         num_ranks, rounds, repeats = tuple(k for k in num_ranks if k <= 2), 1, 1
-    load_average, calibrations = os.getloadavg(), [harness.calibrate(None)]
-    make, rows, failures, found = RowMaker(), [], [], {}
+    make, sums = RowMaker(), dict[str, Any]()
     device, wanted = device_for(num_ranks), num_ranks
     if device == "cuda":
         num_ranks = [k for k in wanted if k <= torch.cuda.device_count()]
-        failures += [f"{k} ranks: not measured, for there is no GPU for each." for k in wanted if k not in num_ranks]
     workers = [worker(k) if worker else real_worker(k, device) for k in num_ranks]
-    for kind in KINDS:
-        results: dict[int, list[Any] | WorkerError] = {k: [] for k in num_ranks}
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            for _ in range(rounds):
-                for k, one in zip(num_ranks, workers, strict=True):
-                    arguments = [case_arguments(kind, k, repeats)]
-                    measured = harness.interleave((one,), arguments, core=None, cache_dir=Path(cache))[one.name]
-                    done = results[k]
-                    if isinstance(done, list) and isinstance(measured, list):
-                        done += measured
-                    elif isinstance(measured, WorkerError):
-                        results[k] = measured
-        for k in num_ranks:
-            own = results[k]
-            row = make.rate(f"{kind}_ppo_cartpole/{k} ranks", own, results[num_ranks[0]], peer_name="1 rank")
-            if isinstance(own, WorkerError):
-                failures.append(f"{row.name}: {own}")
-            else:
-                found[kind, k] = summary(own)
-            rows.append(row)
-            print(f"{row.name}: {row.value} {row.unit}, speed-up {row.ratio}", flush=True)
-    calibrations.append(harness.calibrate(None))
-    return harness.finish(
-        "scaling",
-        rows,
-        failures=failures,
-        calibrations=calibrations,
-        load_average=load_average,
-        json_path=json_path,
-        extra={
-            "rounds": rounds,
-            "repeats_per_round": repeats,
-            "quick": quick,
-            "sums": {f"{kind}/{k}": x for (kind, k), x in found.items()},
-        },
-    )
+    with Record("scaling", json_path, rounds=rounds, repeats_per_round=repeats, quick=quick, sums=sums) as record:
+        record.calibrate(None)
+        for kind in KINDS:
+            few = [k for k in wanted if k not in num_ranks]
+            record.failures += [(row_name(kind, k), "not measured, for there is no GPU for each.") for k in few]
+            results: dict[int, list[Any] | WorkerError] = {k: [] for k in num_ranks}
+            with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+                for _ in range(rounds):
+                    for k, one in zip(num_ranks, workers, strict=True):
+                        arguments = [case_arguments(kind, k, repeats)]
+                        measured = harness.interleave((one,), arguments, core=None, cache_dir=Path(cache))[one.name]
+                        done = results[k]
+                        if isinstance(done, list) and isinstance(measured, list):
+                            done += measured
+                        elif isinstance(measured, WorkerError):
+                            results[k] = measured
+            for k in num_ranks:
+                own, one = results[k], results[num_ranks[0]]
+                row = make.rate(row_name(kind, k), own, one, peer_name="1 rank", waits=True)
+                if isinstance(own, WorkerError):
+                    record.failures.append((row.name, str(own)))
+                else:
+                    sums[f"{kind}/{k}"] = summary(own)
+                record.rows.append(row)
+                print(f"{row.name}: {row.value} {row.unit}, speed-up {row.ratio}", flush=True)
+        record.calibrate(None)
+    return record.status
+
+
+def row_name(kind: str, ranks: int) -> str:
+    """Of a kind of scaling with so many ranks."""
+    return f"{kind}_ppo_cartpole/{ranks} ranks"
 
 
 def device_for(num_ranks: Sequence[int]) -> str:
@@ -171,15 +164,21 @@ def fit(alone: Mapping[str, float], ranks: int) -> Network:
 BACKENDS = {"cpu": "gloo on CPUs", "cuda": "NCCL on GPUs"}
 
 
+def tells(document: Mapping[str, Any]) -> bool:
+    """Whether a run has what the page is about: weak scaling on one rank and on more."""
+    ranks = {name for name in document["sums"] if name.startswith("weak/")}
+    return "weak/1" in ranks and len(ranks) > 1
+
+
 def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
     """docs/scaling.md.
 
     Args:
-      document: the result file of a whole run of this suite.
+      document: the result file of a run of this suite that `tells`.
       gpu: that of suite `gpu`, whose iterations the prediction takes; None if there is none.
     """
     found = {(kind, int(k)): x for name, x in document["sums"].items() for kind, k in [name.split("/")]}
-    few, *more = sorted({k for _, k in found if k > 1})
+    few, *more = sorted(k for kind, k in found if kind == "weak" and k > 1)
     machine, cores = document["hardware"]["name"], document["hardware"]["cores"]
     one, two = found["weak", 1], found["weak", few]
     backend = BACKENDS[one.get("device", "cpu")]  # told since 2026-11-26; all were CPUs before
@@ -201,15 +200,18 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for (kind, k), own in found.items():
-        row = by_name[f"{kind}_ppo_cartpole/{k} ranks"]
+        row = by_name[row_name(kind, k)]
         sums_s = own["sums_per_iteration"] * network.sum_s(k, size)
         shares = (own["share_in_sums"], own["share_waiting"], own["share_summing"], sums_s / own["iteration_s"])
-        cells = (f"{row['value']:,.0f}", f"{row['ratio']:.2f}", *(f"{share:.1%}" for share in shares))
+        speed_up = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        cells = (f"{row['value']:,.0f}", speed_up, *(f"{share:.1%}" for share in shares))
         lines.append(f"| {kind} | {k} | {' | '.join(cells)} |")
+    failures = [f"- **{name}: {sentence}**" for name, sentence in document["failures"]]
     lines += [
+        *(["", *failures] if failures else []),
         "",
         "Time in sums is that of rank 0, and includes waiting for the slowest rank"
-        + (f" (with more than {cores} ranks, also for a core)." if max(few, *more) > cores else ".")
+        + (f" (with more than {cores} ranks, also for a core)." if max([few, *more]) > cores else ".")
         + " Waiting and summing are of iterations of their own, with a barrier before every sum: the share of the time"
         " until all ranks are there, the barrier's messages included, and that of the sum alone, which is what the"
         " model is of.",
@@ -248,13 +250,12 @@ def render(document: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
 
 def _of_the_machine(rows: Mapping[str, Mapping[str, Any]], ranks: int) -> list[str]:
     """How much of what is lost is not the sums': measured since 2026-11-27."""
-    if (apart := rows.get(f"apart_ppo_cartpole/{ranks} ranks")) is None:
+    apart, weak = rows.get(row_name("apart", ranks), {}).get("ratio"), rows[row_name("weak", ranks)]["ratio"]
+    if apart is None:
         return []
-    weak = rows[f"weak_ppo_cartpole/{ranks} ranks"]
     return [
-        f"Without any sums {ranks} processes are {apart['ratio']:.2f} times as fast as one here, which the machine"
-        f" decides (memory, clocks, its neighbours); with them {weak['ratio']:.2f},"
-        f" {weak['ratio'] / apart['ratio']:.0%} of that."
+        f"Without any sums {ranks} processes are {apart:.2f} times as fast as one here, which the machine decides"
+        f" (memory, clocks, its neighbours); with them {weak:.2f}, {weak / apart:.0%} of that."
     ]
 
 

@@ -46,6 +46,13 @@ class ScalingMeasurement(Measurement, Sums):
     """A `Measurement` of all ranks together; `num_envs` is of all of them."""
 
 
+class CallsOfAll(TypedDict):
+    """Of a `Measurement`."""
+
+    env_steps: list[float]
+    wall_s: list[float]
+
+
 class Sum(NamedTuple):
     """One over all ranks."""
 
@@ -108,15 +115,16 @@ def measure(
     per_iteration = config.num_epochs * (config.num_minibatches + 1) + 2  # metrics before learning, and episodes
     if apart:
         per_iteration = 0
-        measured["env_steps"] = [ranks.world_size * steps for steps in measured["env_steps"]]
     num_sums = repeats * iterations * per_iteration
     timed_sums, wall_s = WatchedRanks.sums[len(WatchedRanks.sums) - num_sums :], sum(measured["wall_s"])
+    calls = of_all(ranks, measured["env_steps"], measured["wall_s"], apart=apart, device=where)
     WatchedRanks.together = True
     met_s = sum(prepared.measure(repeats)["wall_s"])
     WatchedRanks.together = False
     met = WatchedRanks.sums[len(WatchedRanks.sums) - num_sums :]
     return {
         **measured,
+        **calls,
         "num_envs": num_envs,
         "batch_rows": UNROLL_LENGTH * num_envs,
         "ranks": ranks.world_size,
@@ -127,6 +135,24 @@ def measure(
         "share_summing": sum(x.summing_s for x in met) / met_s,
         "alone": {str(size): sum_alone(ranks, size, where) for size in SIZES},
     }
+
+
+def of_all(
+    ranks: Ranks, env_steps: list[float], wall_s: list[float], *, apart: bool, device: torch.device
+) -> CallsOfAll:
+    """The timed calls of all ranks: their steps, and seconds with which the rate is the sum of the ranks' own rates.
+
+    Args:
+      ranks: all of them.
+      env_steps: of each call: of this rank where they are apart, else of all ranks.
+      wall_s: of this rank.
+      apart: see `measure`.
+      device: of this rank.
+    """
+    steps = torch.tensor(env_steps, dtype=torch.float64, device=device) / (1 if apart else ranks.world_size)
+    rates = steps / torch.tensor(wall_s, dtype=torch.float64, device=device)
+    steps, rates = Ranks.sum(ranks, torch.stack([steps, rates])).unbind()
+    return {"env_steps": steps.tolist(), "wall_s": (steps / rates).tolist()}
 
 
 def sum_alone(ranks: Ranks, size: int, device: torch.device) -> float:

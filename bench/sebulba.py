@@ -6,7 +6,7 @@ The budget is the one of suite `anakin`: environments, + inference (`act_...`), 
 actor threads and with one that has two pools, whose threads are their own or in common, beside (a) the same work in
 turn in one thread, and (b) a plain PyTorch loop (bench/peers/plain_ppo.py). Every side runs at its better number of
 OpenMP threads and, with one pool, of EnvPool's: all are tried in the first round, the better half again in each that
-follows, and the rounds of the best are reported. The best layout must reach the goals: it is a
+follows, and the rounds of the best are reported. The best layout must reach the targets: it is a
 setting, and which is best depends on the environment.
 
 Rows `paced_...` are for machines with a GPU: EnvPool's steps where actors sleep before each, as long as a GPU needs
@@ -18,12 +18,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
-from os import getloadavg
 from pathlib import Path
 from typing import NamedTuple
 
 from torchpod.bench import harness
-from torchpod.bench.harness import EQUAL_WORK, Measured, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.anakin import noted
+from torchpod.bench.harness import EQUAL_WORK, TOO_EARLY, Measured, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.targets import Failure
 
 
 class Case(NamedTuple):
@@ -50,10 +51,8 @@ LAYOUTS = {
     "2_sharing_pools": ("--actors", "1", "--pools", "2", "--share"),
 }
 """Of actor threads and their pools."""
-GOALS = {"cartpole": 3.0, "pong": 1.2}
-"""Times the plain loop, for learning; and everything must be as fast as in turn."""
-BUSY_GOAL = {"pong": 0.9}
-"""Share of all cores that learning keeps busy."""
+WORK = {"policy": "act", "update": "ppo"}
+"""Mode of the worker -> beginning of a row's name."""
 
 
 def main(
@@ -68,7 +67,7 @@ def main(
     ours: tuple[str, ...] = (sys.executable, "-m", "torchpod.bench.sebulba_worker"),
     plain: tuple[str, ...] = (sys.executable, str(harness.ROOT / "bench" / "peers" / "plain_ppo.py")),
 ) -> int:
-    """Measures, writes the result file, prints the rows; returns 1 if a side failed, work was unequal or a goal missed.
+    """Measures, writes the result file, prints the rows; returns 1 if a side failed, work was unequal, a target missed.
 
     Args:
       json_path: where the rows go; None for bench/results/.
@@ -87,34 +86,32 @@ def main(
     kept = harness.named([*cases, *(f"paced_{name}" for name in paced)], only, "sebulba")
     cases = {name: case for name, case in cases.items() if name in kept}
     paced = {name: case for name, case in paced.items() if f"paced_{name}" in kept}
-    load_average = getloadavg()
-    make, rows, failures = RowMaker(), [], []
-    for name, case in cases.items():
-        with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            results = {
-                (mode, side): sides
-                for mode in ("env_only", "policy", "update")
-                for side, sides in run_mode(case, mode, ours, plain, rounds, repeats, Path(cache)).items()
-            }
-        new = rows_of(make, name, case, results)
-        rows += new
-        show(new)
-        failures += [f"{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
-        failures += unequal(name, results)
-        failures += [] if quick else missed(name, new)
-    for name, case in paced.items():
-        new, wrong = paced_rows(make, name, case, ours, rounds, repeats)
-        show(new)
-        rows, failures = rows + new, failures + wrong
-    return harness.finish(
-        "sebulba",
-        rows,
-        failures=failures,
-        calibrations=[harness.calibrate(None)],
-        load_average=load_average,
-        json_path=json_path,
-        extra={"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only},
-    )
+    make = RowMaker()
+    extra = {"rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
+    with Record("sebulba", json_path, **extra) as record:
+        record.calibrate(None)
+        for name, case in cases.items():
+            with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
+                results = {
+                    (mode, side): sides
+                    for mode in ("env_only", "policy", "update")
+                    for side, sides in run_mode(case, mode, ours, plain, rounds, repeats, Path(cache)).items()
+                }
+            new = rows_of(make, name, case, results)
+            record.rows += new
+            show(new)
+            record.failures += [
+                (row_of(name, case, *key), str(result))
+                for key, result in results.items()
+                if isinstance(result, WorkerError)
+            ]
+            record.failures += unequal(name, case, results)
+        for name, case in paced.items():
+            new, wrong = paced_rows(make, name, case, ours, rounds, repeats)
+            show(new)
+            record.rows += new
+            record.failures += wrong
+    return record.status
 
 
 Results = Mapping[tuple[str, str], Measured]
@@ -170,17 +167,26 @@ def rate(result: Measured) -> float:
     return statistics.median(x for measurement in result for x in harness.rates(measurement))
 
 
+def row_of(name: str, case: Case, mode: str, side: str) -> str:
+    """The name of a row that a side of an environment is part of."""
+    if mode == "env_only":
+        return f"raw_{name}/{case.num_envs}"
+    layout, peer = (side, "sync") if side in LAYOUTS else ("1_actors", side)
+    return f"{WORK[mode]}_{name}_{layout}_vs_{peer}/{case.num_envs}"
+
+
 def rows_of(make: RowMaker, name: str, case: Case, results: Results) -> list[Row]:
     """The budget of one environment."""
     raw, rows = results["env_only", "sync"], []
     if isinstance(raw, list):
         used = [x for measurement in raw for x in harness.rates(measurement)]
         rows.append(make.alone(f"raw_{name}/{case.num_envs}", statistics.median(used), "env_steps/s", used))
-    for mode, work in (("policy", "act"), ("update", "ppo")):
+    for mode, work in WORK.items():
         for layout in LAYOUTS:
             for peer in ("sync", "plain"):
                 row = f"{work}_{name}_{layout}_vs_{peer}/{case.num_envs}"
-                rows.append(make.rate(row, results[mode, layout], results[mode, peer], peer_name=peer))
+                told = TOO_EARLY if (mode, peer) == ("update", "plain") else ""
+                rows.append(noted(make.rate(row, results[mode, layout], results[mode, peer], peer_name=peer), told))
     for side in (*LAYOUTS, "sync", "plain"):
         if isinstance(found := results["update", side], list):
             used = [sum(m["cpu_s"]) / sum(m["wall_s"]) / make.hardware["cores"] for m in found]
@@ -191,8 +197,8 @@ def rows_of(make: RowMaker, name: str, case: Case, results: Results) -> list[Row
 
 def paced_rows(
     make: RowMaker, name: str, case: Case, ours: tuple[str, ...], rounds: int, repeats: int
-) -> tuple[list[Row], list[str]]:
-    """Of one environment, rows, and a sentence for each side that failed."""
+) -> tuple[list[Row], list[Failure]]:
+    """Of one environment, rows, and each side that failed."""
     layouts = {layout: words for layout, words in LAYOUTS.items() if layout != "1_actors"}
     sides = [Worker("raw", (*ours, "--actors", "0", "--mode", "env_only"))]
     sides += [Worker(layout, (*ours, *words, "--mode", "paced")) for layout, words in layouts.items()]
@@ -200,11 +206,12 @@ def paced_rows(
     work += ["--iterations", case.iterations, "--repeats", repeats]
     arguments = [[str(x) for x in (*work, "--seed", seed)] for seed in range(rounds)]
     results = harness.interleave(sides, arguments, core=None)
-    rows = [
-        make.rate(f"paced_{name}_{layout}/{case.num_envs}", results[layout], results["raw"], peer_name="EnvPool alone")
-        for layout in layouts
-    ]
-    return rows, [f"paced_{name}: {result}" for result in results.values() if isinstance(result, WorkerError)]
+    rows, failures = [], []
+    for layout in layouts:
+        row, sides = f"paced_{name}_{layout}/{case.num_envs}", (results[layout], results["raw"])
+        rows.append(make.rate(row, *sides, peer_name="EnvPool alone", waits=True))
+        failures += [(row, str(side)) for side in sides if isinstance(side, WorkerError)]
+    return rows, failures
 
 
 def show(rows: list[Row]) -> None:
@@ -213,25 +220,11 @@ def show(rows: list[Row]) -> None:
         print(f"{row.name:36s} {row.value or 0:12,.0f} {row.unit}  {row.ratio or 0:.2f} {row.note}", flush=True)
 
 
-def missed(name: str, rows: list[Row]) -> list[str]:
-    """One sentence for each goal that the best layout does not reach."""
-    found, by_name = [], {row.name.partition("/")[0]: row for row in rows}
-    goals = [("act", "sync", 1.0), ("ppo", "sync", 1.0), ("ppo", "plain", GOALS.get(name, 0.0))]
-    for work, peer, goal in goals:
-        best = max(by_name[f"{work}_{name}_{layout}_vs_{peer}"].ratio or 0.0 for layout in LAYOUTS)
-        if best < goal:
-            found.append(f"{work}_{name}: {best:.3f} x {peer} in the best layout, the goal is {goal}.")
-    used = [by_name[row].value or 0.0 for layout in LAYOUTS if (row := f"cpu_{name}_{layout}") in by_name]
-    busy = max(used, default=0.0)
-    if busy < BUSY_GOAL.get(name, 0.0):
-        found.append(f"cpu_{name}: at most {busy:.0%} of all cores are busy, the goal is {BUSY_GOAL[name]:.0%}.")
-    return found
-
-
-def unequal(name: str, results: Results) -> list[str]:
+def unequal(name: str, case: Case, results: Results) -> list[Failure]:
     """Whether the plain loop did the same work."""
     a, b = results["update", "1_actors"], results["update", "plain"]
     if isinstance(a, WorkerError) or isinstance(b, WorkerError):
         return []
     pairs = ((key, a[0][key], b[0][key]) for key in EQUAL_WORK)
-    return [f"{name}: unequal work: {key} is {x!r} and {y!r} in the plain loop." for key, x, y in pairs if x != y]
+    row = row_of(name, case, "update", "plain")
+    return [(row, f"unequal work: {key} is {x!r} and {y!r} in the plain loop.") for key, x, y in pairs if x != y]

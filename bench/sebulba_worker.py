@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import threading
 import time
@@ -36,7 +35,8 @@ from torchpod.types import FIRST, Trajectory
 
 ATARI = {"reward_clip": True, "episodic_life": True}
 DECIDING_S = 1.5e-3
-"""What an actor takes for one step of a pool on an H200 (docs/design.md, section 5)."""
+"""A little less than the 1.7 ms that an actor takes for one step of a pool on an H200: the pause with which EnvPool
+alone did about as many steps there as beside our actors (docs/design.md, section 5)."""
 
 
 class Acting(Sebulba):
@@ -134,7 +134,6 @@ def measure(
     busy = [busy_share(lambda: [call() for _ in range(iterations)]) for _ in range(profiles)]
     close()
     env_steps, wall_s, cpu_s = env_steps[1:], wall_s[1:], cpu_s[1:]
-    rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
     measurement: Measurement = {
         "framework": "torchpod",
         "mode": mode,
@@ -151,7 +150,6 @@ def measure(
         "env_steps": env_steps,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": None,
         "episodes": 0,
         "threads": {"torch": threads, "actors": actors, "pools": pools, "pool": pool_threads, "share": share},

@@ -15,7 +15,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import time
 from importlib import metadata
 
@@ -61,7 +60,12 @@ def step(env, num_envs: int, steps: int, repeats: int, seed: int) -> dict:
         times.append(clock())
         total += float(reward)
     mean = total / (steps * num_envs * (1 + repeats))
-    return times_of(times) | {"unroll_length": steps, "iterations": 1, "episode_return": mean}  # reward per step
+    return times_of(times) | {
+        "unroll_length": steps,
+        "dtype": str(carry[0].obs.dtype),
+        "iterations": 1,
+        "episode_return": mean,  # reward per step
+    }
 
 
 def ppo(env, num_envs: int, iterations: int, repeats: int, warmup: int, learn: bool, seed: int) -> dict:
@@ -103,11 +107,13 @@ def ppo(env, num_envs: int, iterations: int, repeats: int, warmup: int, learn: b
         policy_params_fn=mark,
     )
     make_policy, params = calls[-1]
+    leaves = jax.tree.leaves(params[1:])  # those before are the normalizer's
     return times_of([times[0], *times[2:]], warmup_calls) | {
         "unroll_length": UNROLL_LENGTH,
         "epochs": EPOCHS,
         "minibatches": MINIBATCHES,
-        "param_count": sum(x.size for x in jax.tree.leaves(params[1:])),  # those before are the normalizer's
+        "param_count": sum(x.size for x in leaves),
+        "dtype": ",".join(sorted({str(x.dtype) for x in leaves})),
         "iterations": iterations,
         "total_iterations": num_calls * iterations,
         "episode_return": play(env, make_policy(params, deterministic=True), num_envs, seed) if learn else None,
@@ -163,7 +169,6 @@ def main() -> None:
     else:
         found = ppo(env, args.num_envs, args.iterations, args.repeats, args.warmup, args.learn, args.seed)
     call_steps = found["iterations"] * found["unroll_length"] * args.num_envs
-    rates = [call_steps / wall for wall in found["wall_s"]]
     measurement = {
         "framework": "brax",
         "mode": args.mode,
@@ -173,10 +178,8 @@ def main() -> None:
         "minibatches": 0,
         "batch_rows": found["unroll_length"] * args.num_envs,
         "param_count": 0,
-        "dtype": "float32",
         "total_iterations": args.repeats + 1,
         "env_steps": [call_steps] * args.repeats,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episodes": 0,
         "threads": {"cores": len(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS", "")},
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "brax")},

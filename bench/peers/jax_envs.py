@@ -12,7 +12,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import statistics
 import time
 
 ONE_THREAD_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -72,7 +71,6 @@ def main() -> None:
         wall_s.append(time.perf_counter() - wall)
         cpu_s.append(time.process_time() - cpu)
         totals.append(float(carry[3]) - before)
-    rates = [n * args.steps / wall for wall in wall_s]
     print(
         json.dumps(
             {
@@ -91,7 +89,6 @@ def main() -> None:
                 "env_steps": [n * args.steps] * args.repeats,
                 "wall_s": wall_s,
                 "cpu_s": cpu_s,
-                "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
                 "episode_return": sum(totals) / (n * args.steps * args.repeats),
                 "episodes": 0,
                 "threads": {"xla_flags": os.environ.get("XLA_FLAGS", ""), "affinity": len(os.sched_getaffinity(0))},

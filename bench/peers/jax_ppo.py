@@ -8,7 +8,7 @@ it is not, by either side. As in purejaxrl, a time limit ends an episode like an
 `lax.scan` inside one `jit` with donated buffers: the host calls it once per timed repeat. What purejaxrl has not: on a
 CPU a minibatch's gradient is summed over chunks that fit the cache, and shuffles sort integers; both are faster.
 
-    taskset -c 0 python bench/peers/jax_ppo.py --num-envs 1024 --iterations 4 --repeats 5 --json
+    taskset -c 0 python bench/peers/jax_ppo.py --num-envs 1024 --iterations 4 --repeats 5
 
 One JSON line per run; the fields are those of every worker (bench/harness.py, `Measurement`). `--mode env_only`
 steps the environment with random actions; `--mode policy` adds networks, sampling and the stored trajectory;
@@ -19,7 +19,6 @@ once for each line that it reads (bench/served.py).
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -571,7 +570,6 @@ class Prepared:
             cpu_s.append(time.process_time() - cpu_start)
         count = float(self.episodes.count.sum())
         env_steps = self.iterations * UNROLL_LENGTH * self.num_envs * self.population
-        rates = [env_steps / w for w in wall_s]
         on_cpu = jax.default_backend() == "cpu"
         return {
             "framework": "jax",
@@ -594,7 +592,6 @@ class Prepared:
             "env_steps": [env_steps] * repeats,
             "wall_s": wall_s,
             "cpu_s": cpu_s,
-            "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
             "episode_return": float(self.episodes.return_sum.sum()) / count if count else None,
             "episodes": int(count),
             "threads": {"cores": len(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS", "")},
@@ -618,7 +615,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch; ignored here, where the cores decide")
     parser.add_argument("--dense", action="store_true", help="ignored here: XLA multiplies zeros like other numbers")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--json", action="store_true", help="print the JSON line instead of a sentence")
     args = parser.parse_args()
     jax.config.update("jax_platforms", args.device)
     prepared = Prepared(
@@ -638,16 +634,7 @@ def main() -> None:
             print(json.dumps(prepared.measure(args.repeats)), flush=True)
         print(json.dumps({"details": {}}), flush=True)
         return
-    m = prepared.measure(args.repeats)
-    if args.json:
-        print(json.dumps(m))
-    else:
-        rate = m["env_steps_per_s"]
-        print(
-            f"{args.mode} B={args.num_envs}: {rate['median']:,.0f} env steps/s"
-            f" ({rate['min']:,.0f} to {rate['max']:,.0f}), compile {m['compile_s']:.1f} s,"
-            f" return {m['episode_return']}, {m['threads']['cores']} core(s)"
-        )
+    print(json.dumps(prepared.measure(args.repeats)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import time
 
 import numpy as np
@@ -70,7 +69,6 @@ def main():
         play(steps)
         wall_s.append(time.perf_counter() - wall)
         cpu_s.append(time.process_time() - cpu)
-    rates = [steps / wall for wall in wall_s]
     work = {"num_envs": 1, "unroll_length": steps, "epochs": 0, "minibatches": 0, "batch_rows": steps, "param_count": 0}
     result = {
         "framework": "numpy" + " per agent" * args.per_agent + " window" * args.window,
@@ -83,7 +81,6 @@ def main():
         "env_steps": [steps] * args.repeats,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": None,
         "episodes": 0,
         "threads": {"affinity": len(os.sched_getaffinity(0))},

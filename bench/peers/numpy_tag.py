@@ -153,12 +153,15 @@ class TagContinuous:
             parts = [(f - f[:, None])[self.others].reshape(n, n - 1) * self.alive[:, None] for f in moving]
             parts += [np.broadcast_to(f, (n, n))[self.others].reshape(n, n - 1) for f in (self.is_tagger, self.alive)]
             return np.concatenate([*parts, (self.alive * now)[:, None]], 1, dtype=F)
-        distance = (self.x - self.x[:, None]) ** 2 + (self.y - self.y[:, None]) ** 2
-        distance[:, ~self.alive] = np.inf
+        ids = np.flatnonzero(self.alive)  # who has left sees nobody, and nobody sees them
+        *moving, is_tagger, x, y = (f[ids] for f in (*moving, self.is_tagger, self.x, self.y))
+        distance = (x - x[:, None]) ** 2 + (y - y[:, None]) ** 2
         np.fill_diagonal(distance, np.inf)
-        rows = np.arange(n)[:, None]
-        who = np.argpartition(distance, self.num_seen - 1, 1)[:, : self.num_seen]
+        k, rows = min(self.num_seen, len(ids)), np.arange(len(ids))[:, None]
+        who = np.argpartition(distance, k - 1, 1)[:, :k]
         who = np.take_along_axis(who, distance[rows, who].argsort(1), 1)
-        there = np.isfinite(distance[rows, who]) & self.alive[:, None]
-        parts = [(f[who] - f[:, None]) * there for f in moving] + [self.is_tagger[who] * there, there]
-        return np.concatenate([*parts, (self.alive * now)[:, None]], 1, dtype=F)
+        there = np.isfinite(distance[rows, who])
+        seen = np.zeros((n, 7, self.num_seen), F)
+        for i, part in enumerate([*((f[who] - f[:, None]) * there for f in moving), is_tagger[who] * there, there]):
+            seen[ids, i, :k] = part
+        return np.concatenate([seen.reshape(n, -1), (self.alive * now)[:, None]], 1, dtype=F)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import time
 
 import envpool
@@ -154,7 +153,6 @@ def main():
         wall_s.append(time.perf_counter() - wall)
         cpu_s.append(time.process_time() - cpu)
     env_steps, wall_s, cpu_s = env_steps[1:], wall_s[1:], cpu_s[1:]
-    rates = [steps / wall for steps, wall in zip(env_steps, wall_s, strict=True)]
     measurement = {
         "framework": "plain",
         "mode": args.mode,
@@ -164,14 +162,13 @@ def main():
         "minibatches": MINIBATCHES,
         "batch_rows": LENGTH * args.num_envs,
         "param_count": sum(p.numel() for p in trainer.agent.parameters()),
-        "dtype": "float32",
+        "dtype": ",".join(sorted({str(p.dtype).removeprefix("torch.") for p in trainer.agent.parameters()})),
         "iterations": args.iterations,
         "total_iterations": args.iterations * (1 + args.repeats),
         "compile_s": 0.0,
         "env_steps": env_steps,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": None,
         "episodes": 0,
         "threads": {"torch": args.threads, "pool": args.pool_threads},

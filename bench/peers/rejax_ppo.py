@@ -13,7 +13,6 @@ One JSON line; the fields are those of every worker (bench/harness.py, `Measurem
 import argparse
 import json
 import os
-import statistics
 import time
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -109,7 +108,6 @@ def measure(num_envs: int, iterations: int, repeats: int, *, warmup: int = 0, se
             cpu_s.append(time.process_time() - cpu_start)
         before, after = after, finished(state)
     episodes = after[1] - before[1]  # of the last call
-    rates = [call_steps / wall for wall in wall_s]
     return {
         "framework": "rejax",
         "mode": "update",
@@ -127,7 +125,6 @@ def measure(num_envs: int, iterations: int, repeats: int, *, warmup: int = 0, se
         "env_steps": [call_steps] * repeats,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "env_steps_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
         "episode_return": (after[0] - before[0]) / episodes if episodes else None,
         "episodes": episodes,
         "threads": {"cores": len(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS", "")},
@@ -151,7 +148,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=0, help="iterations before timing (at least one call)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of torch; ignored here, where the cores decide")
-    parser.add_argument("--json", action="store_true", help="kept for symmetry: the output is always JSON")
     args = parser.parse_args()
     print(json.dumps(measure(args.num_envs, args.iterations, args.repeats, warmup=args.warmup, seed=args.seed)))
 

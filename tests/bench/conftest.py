@@ -28,7 +28,7 @@ FAKE = textwrap.dedent(
         batch_rows=128 * num_envs, param_count=int(params), flops=float(flops), dtype="float32", iterations=iterations,
         total_iterations=iterations * (repeats + max(1, -(-warmup // iterations))), compile_s=0.5 if warm else 5.0,
         env_steps=[iterations * 128 * num_envs] * repeats,
-        wall_s=[wall] * repeats, cpu_s=[wall] * repeats, env_steps_per_s=dict(median=float(rate), min=1.0, max=1.0),
+        wall_s=[wall] * repeats, cpu_s=[wall] * repeats,
         episode_return=100.0, episodes=3, threads=dict(cores=len(os.sched_getaffinity(0))), versions={name: "1"})))
     """
 )

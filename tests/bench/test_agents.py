@@ -35,7 +35,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, ca
     monkeypatch.setattr(agents, "rate", rate)
     out = tmp_path / "out.json"
     assert agents.main(str(out), cases=[Case("sac_pendulum", 600), Case("dqn_cartpole", 600)]) == 1
-    assert "sac_pendulum: the run failed (exit status 1)" in capsys.readouterr().err
+    assert "sac_pendulum/8: the run failed (exit status 1)" in capsys.readouterr().err
     (row,) = json.loads(out.read_text())["rows"]
     assert row["name"].startswith("dqn_cartpole/") and row["value"] == 6.0
 
@@ -44,7 +44,7 @@ def test_what_there_was_no_time_for_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
     out = tmp_path / "out.json"
     assert agents.main(str(out), cases=[Case("sac_pendulum", 600)], budget_s=-1.0) == 1
-    assert "sac_pendulum: not measured, the time is over; use --only sac_pendulum." in capsys.readouterr().err
+    assert "sac_pendulum/8: not measured, the time is over; use --only sac_pendulum." in capsys.readouterr().err
     assert json.loads(out.read_text())["rows"] == []
 
 

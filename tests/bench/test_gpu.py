@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -28,7 +29,7 @@ FAKE = textwrap.dedent(
             epochs=4, minibatches=4, batch_rows=128 * num_envs, param_count=int(params), dtype="float32",
             device="cuda", tf32=True, memory_bytes=1000, iterations=int(options["--iterations"]),
             total_iterations=1, compile_s=5.0, env_steps=[rows] * repeats, wall_s=[rows / float(rate)] * repeats,
-            cpu_s=[0.0] * repeats, env_steps_per_s=dict(median=float(rate), min=1.0, max=1.0),
+            cpu_s=[0.0] * repeats,
             episode_return=100.0, episodes=3, threads={}, versions={name: "1"})), flush=True)
     details = dict(capture_s=1.5, kernels=1000, iteration_s=0.004, env_s=0.001, layers=[[4, 64]],
                    observation_size=4, state_bytes=20.0)
@@ -65,7 +66,9 @@ def test_a_case_is_a_ratio_with_what_it_cost_beside_it(tmp_path, fake):
         prefix + work
         for work in ("ppo_cartpole", "a2c_grid_world")
         for prefix in ("", "compile_", "capture_", "kernels_", "outside_env_")
-    ]
+    ] + ["whole_suite"]
+    once = rows["compile_ppo_cartpole/1024"]
+    assert (once["repeats"], once["interval"], once["note"]) == ([5.0], None, "all cases compile side by side")
     row = rows["ppo_cartpole/1024"]
     assert row["ratio"] == pytest.approx(1.5) and len(row["repeats"]) == 4 and row["cpu_share"] is None
     assert row["note"] == "TF32 on; iteration 4.00 ms, no floor is known for this device"
@@ -87,31 +90,32 @@ def test_some_rows_alone(tmp_path, fake):
 
 def test_unequal_work_a_failing_peer_and_failing_checks_fail_the_suite(tmp_path, fake, monkeypatch):
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9, params=1))
-    assert status == 1 and "param_count is 9155 in torchpod and 1 in jax" in document["failures"][0]
+    assert status == 1 and "param_count is 9155 in torchpod and 1 in jax" in document["failures"][0][1]
     broken = Worker("jax", (sys.executable, "-S", "-c", "raise SystemExit('out of memory')"))
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), broken)
-    assert document["failures"] == ["ppo_cartpole/1024: jax failed (exit status 1): out of memory"] and status == 1
+    assert document["failures"] == [["ppo_cartpole/1024", "jax failed (exit status 1): out of memory"]] and status == 1
 
     def raises(device, num_envs):
         raise RuntimeError("capture failed\nmore")
 
     monkeypatch.setattr(gpu, "correctness", raises)
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
-    assert status == 1 and document["failures"] == ["correctness: RuntimeError: capture failed"]
+    told = ["difference_eager_compiled/1024", "correctness: RuntimeError: capture failed"]
+    assert status == 1 and document["failures"] == [told]
     assert document["rows"][0]["ratio"] == pytest.approx(1.5)
     page = report.render(report.load(tmp_path))
     assert "| ppo_cartpole/1024 |" in page and "| kernels_ppo_cartpole/1024 |" in page
-    assert "- **correctness: RuntimeError: capture failed**" in page
+    assert "- **difference_eager_compiled/1024: correctness: RuntimeError: capture failed**" in page
 
 
 def test_equal_returns_of_sides_that_learned_nothing_fail_the_suite(tmp_path, fake):
     script = tmp_path / "fake.py"
     script.write_text(script.read_text().replace("episode_return=100.0", "episode_return=20.0"))
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
-    assert status == 1 and "jax learned to a mean return of 20.0, and must reach 44" in document["failures"][1]
+    assert status == 1 and "jax learned to a mean return of 20.0, and must reach 44" in document["failures"][1][1]
     script.write_text(script.read_text().replace("episode_return=20.0", "episode_return=dict(jax=20.0).get(name, 9.0)"))
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
-    assert status == 1 and any("torchpod" in told and "9.0" in told for told in document["failures"])
+    assert status == 1 and any("torchpod" in told and "9.0" in told for _, told in document["failures"])
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), cases=(Case("cartpole", 16_384),))
     assert status == 0 and "returns say nothing in so few steps" in document["rows"][0]["note"]
 
@@ -126,8 +130,25 @@ def test_what_the_time_did_not_suffice_for_is_told(tmp_path, fake, monkeypatch):
     host = HostCase("CartPole-v1", 8, 8)
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), host_cases=(host,), budget_s=0.0)
     assert status == 1
-    assert document["failures"][0].startswith("ppo_cartpole/1024: torchpod was not measured")
-    assert document["failures"][1] == "impala_CartPole-v1/8x8: not measured, 0 s of the suite's time were left."
+    name, told = document["failures"][0]
+    assert name == "ppo_cartpole/1024" and told.startswith("torchpod was not measured")
+    assert document["failures"][1] == ["impala_CartPole-v1/8x8", "not measured, 0 s of the suite's time were left."]
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    _, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), host_cases=(host,), only="impala")
+    told = ["impala_CartPole-v1/8x8", "not measured, EnvPool is not installed; pip install envpool."]
+    assert document["failures"] == [told]
+
+
+def test_a_whole_run_has_nine_minutes(tmp_path, fake, monkeypatch):
+    limit = targets.Target(most=540.0)
+    monkeypatch.setitem(targets.TARGETS, "gpu", {"whole_suite": limit})
+    sides = fake("torchpod", 3e9), fake("jax", 2e9)
+    for began, late in ((400.0, 0), (541.0, 1)):
+        monkeypatch.setattr(harness, "BEGAN", time.monotonic() - began)
+        assert run_suite(tmp_path, *sides)[0] == late
+    for part in ({"only": "ppo_cartpole"}, {"quick": True}):
+        status, document = run_suite(tmp_path, *sides, **part)
+        assert status == 0 and "whole_suite" not in {row["name"] for row in document["rows"]}
 
 
 def test_a_host_case_that_is_begun_ends_with_the_time_of_the_suite(tmp_path, fake, monkeypatch):
@@ -146,7 +167,7 @@ def test_a_host_case_that_is_begun_ends_with_the_time_of_the_suite(tmp_path, fak
         tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), host_cases=hosts, only="impala", budget_s=gpu.HOST_CASE_S + 9
     )
     assert len(limits) == 2 and max(limits) <= gpu.HOST_CASE_S + 9
-    assert document["failures"] == [f"{case.name}: torchpod was still running" for case in hosts]
+    assert document["failures"] == [[case.name, "torchpod was still running"] for case in hosts]
     assert 0 < document["wall_s"]
 
 
@@ -189,31 +210,30 @@ def test_targets_hold_up_to_4096_environments_and_from_65536_on():
         return {"name": name, "value": value, "ratio": ratio, "interval": (ratio, ratio), "unit": unit}
 
     def missed(*rows):
-        return targets.missed("gpu", rows)
+        return targets.missed({"suite": "gpu", "rows": rows})
 
     bounds = {name: target.bound for name, target in targets.TARGETS["gpu"].items()}
 
     assert missed(row("ppo_cartpole/4096", ratio=2.0), row("ppo_cartpole/65536", ratio=1.2)) == []
     assert missed(row("ppo_cartpole/16384", ratio=0.5), row("compile_ppo_cartpole/1024", ratio=9.0)) == []
     assert missed(row("ppo_cartpole/4096", ratio=1.9), row("ppo_pendulum/65536", ratio=1.1)) == [
-        f"ppo_cartpole/4096: 1.90 x, the target is >= 2 x; {bounds['ppo_cartpole/4096']}.",
-        f"ppo_pendulum/65536: 1.10 x, the target is >= 1.2 x; {bounds['ppo_pendulum/65536']}.",
+        ("ppo_cartpole/4096", f"1.90 x, the target is >= 2 x; {bounds['ppo_cartpole/4096']}."),
+        ("ppo_pendulum/65536", f"1.10 x, the target is >= 1.2 x; {bounds['ppo_pendulum/65536']}."),
     ]
     assert missed(row("a2c_grid_world/131072", 60e6)) == []
     assert missed(row("a2c_grid_world/32768", 40e6)) == [
-        "a2c_grid_world/32768: 40,000,000 env_steps/s, the target is >= 50,000,000 env_steps/s."
+        ("a2c_grid_world/32768", "40,000,000 env_steps/s, the target is >= 50,000,000 env_steps/s.")
     ]
     assert missed(row("impala_of_raw_Pong-v5/256x20", 0.9, unit="share")) == []
-    (told,) = missed(row("impala_of_raw_Pong-v5/256x20", 0.86, unit="share"))
-    assert told.startswith(
-        "impala_of_raw_Pong-v5/256x20: 0.86 share, the target is >= 0.9 share; the host: the GPU idles"
-    )
+    ((_, told),) = missed(row("impala_of_raw_Pong-v5/256x20", 0.86, unit="share"))
+    assert told.startswith("0.86 share, the target is >= 0.9 share; the host: the GPU idles")
 
 
-def test_a_missed_target_fails_the_suite(tmp_path, fake, monkeypatch):
+def test_a_missed_target_fails_the_suite(tmp_path, fake, monkeypatch, capsys):
     monkeypatch.setitem(targets.TARGETS, "gpu", {"ppo_cartpole/1024": Target(ratio=2.0)})
     status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9))
-    assert status == 1 and document["failures"] == ["ppo_cartpole/1024: 1.50 x, the target is >= 2 x."]
+    assert status == 1 and "ppo_cartpole/1024: 1.50 x, the target is >= 2 x." in capsys.readouterr().err
+    assert document["failures"] == []  # the row says so
 
 
 def test_the_floor_stands_beside_the_rate():
@@ -243,7 +263,7 @@ def test_memory_is_compared_on_a_gpu_alone():
     )
     assert [row.name for row in rows] == ["ppo_cartpole/8", "compile_ppo_cartpole/8", "memory_ppo_cartpole/8"]
     assert rows[2].value == 10
-    assert failures == ["ppo_cartpole/8: the profiler saw no kernel, or the worker ended before it could say so."]
+    assert failures == [("ppo_cartpole/8", "the profiler saw no kernel, or the worker ended before it could say so.")]
 
 
 def test_tf32_on_one_side_and_a_peer_on_the_cpu_are_unequal_work():

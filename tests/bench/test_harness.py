@@ -1,6 +1,6 @@
+import fnmatch
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -12,18 +12,27 @@ import pytest
 import torch
 
 from torchpod import bench, machine
-from torchpod.bench import anakin, gpu, harness, population, report, targets
+from torchpod import main as command_line
+from torchpod.bench import anakin, envs, gpu, harness, losses, multiagent, population, replay, report, sebulba, targets
 from torchpod.bench.anakin import Case
-from torchpod.bench.harness import Figures, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Record, RowMaker, Worker, WorkerError
 from torchpod.bench.targets import Target
 from torchpod.config import ConfigError
 
+KINDS = ("cold", "warm", "first")
 
-def run_suite(tmp_path: Path, *workers: Worker, floor: float = 1.0, **knobs) -> tuple[int, dict]:
+
+@pytest.fixture(autouse=True)
+def no_target(request, monkeypatch):
+    """Fake workers have nothing to reach."""
+    if "fake" in request.fixturenames:
+        monkeypatch.setitem(targets.TARGETS, "anakin", {})
+
+
+def run_suite(tmp_path: Path, *workers: Worker, **knobs) -> tuple[int, dict]:
     path = tmp_path / "out.json"
     options = {"cases": (Case(64),), "rounds": 2, "repeats": 2, **knobs}
-    figures = Figures("2048x64x64", 100.0, {"ppo_cartpole/64": floor})
-    status = anakin.main(str(path), workers=(workers[0], workers[1]), figures=figures, **options)
+    status = anakin.main(str(path), workers=(workers[0], workers[1]), **options)
     return status, json.loads(path.read_text())
 
 
@@ -105,10 +114,13 @@ def test_rejax_must_not_be_faster_than_our_jax_driver(tmp_path, fake):
     ]
     assert document["rows"][-1]["peer"]["name"] == "rejax" and document["rows"][-1]["ratio"] == pytest.approx(2.0)
     status, document = run_suite(tmp_path, *sides, cases=cases, rejax=fake("rejax", 2500))
-    assert status == 1 and len(document["failures"]) == 1
-    assert document["failures"][0].startswith(
-        "rejax_cartpole/64: rejax did 2,500 env steps/s and our own JAX driver 2,000, so that ratios to it flatter us"
+    ((name, told),) = document["failures"]
+    assert (
+        status == 1
+        and name == "rejax_cartpole/64"
+        and told.startswith("rejax did 2,500 env steps/s and our own JAX driver 2,000, so that ratios to it flatter us")
     )
+    assert run_suite(tmp_path, *sides, quick=True, rejax=fake("rejax", 2500))[0] == 0
     status, document = run_suite(tmp_path, *sides, cases=cases, rejax=fake("rejax", 1, missing="no rejax"))
     assert status == 0 and document["rows"][-1]["note"] == "rejax: no rejax"
 
@@ -131,15 +143,19 @@ def test_cores_are_part_of_a_case(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases[1:])
     assert status == 1 and document["rows"] == []
-    assert document["failures"] == ["ppo_cartpole/64 on 2 cores: not measured, there are too few cores."]
+    assert document["failures"] == [["ppo_cartpole/64 on 2 cores", "not measured, there are too few cores."]]
 
 
-def test_a_peer_below_its_scaled_figure_fails_the_bench_with_one_sentence(tmp_path, fake, capsys):
+def test_a_peer_below_its_scaled_figure_fails_the_bench_with_one_sentence(tmp_path, fake, capsys, monkeypatch):
     # This machine multiplies at half the rate, so 0.9 of half the figure is asked for: 2000 >= 0.45 * 4400.
-    assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), floor=4400)[0] == 0
-    status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), floor=4500)
-    assert status == 1 and len(document["failures"]) == 1
+    monkeypatch.setattr(targets, "GFLOPS", 100.0)
+    for figure, status in ((4400, 0), (4500, 1)):
+        monkeypatch.setitem(targets.TARGETS, "anakin", {"ppo_cartpole/*": Target(stated=figure)})
+        found, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))
+        assert found == status and document["failures"] == []  # the row and the product say so
     assert "ppo_cartpole/64: jax did 2,000 env steps/s, below 2,025" in capsys.readouterr().err
+    sides, rejax = (fake("torchpod", 3000), fake("jax", 2000)), fake("rejax", 1, missing="no rejax")
+    assert run_suite(tmp_path, *sides, quick=True, rejax=rejax)[0] == 0
 
 
 def test_rows_that_leave_out_no_zeros_have_names_of_their_own():
@@ -161,7 +177,8 @@ def test_another_environment_is_other_work(tmp_path, fake):
 def test_unequal_work_fails_the_bench(tmp_path, fake):
     status, document = run_suite(tmp_path, fake("torchpod", 3000, params=4610), fake("jax", 2000))
     assert status == 1
-    assert document["failures"] == ["ppo_cartpole/64: unequal work: param_count is 4610 in torchpod and 9155 in jax."]
+    told = "unequal work: param_count is 4610 in torchpod and 9155 in jax."
+    assert document["failures"] == [["ppo_cartpole/64", told]]
 
 
 def test_a_peer_that_is_not_installed_is_a_row_with_the_reason(tmp_path, fake):
@@ -176,15 +193,17 @@ def test_a_peer_that_is_installed_and_fails_fails_the_bench(tmp_path, fake):
     broken = Worker("jax", (sys.executable, "-S", "-c", "raise SystemExit('no memory')"))
     status, document = run_suite(tmp_path, fake("torchpod", 3000), broken)
     assert status == 1 and document["rows"][0]["value"] == pytest.approx(3000)
-    assert document["failures"] == ["ppo_cartpole/64: jax failed (exit status 1): no memory"]
+    assert document["failures"] == [["ppo_cartpole/64", "jax failed (exit status 1): no memory"]]
 
 
-def test_a_missed_target_fails_the_bench_with_what_bounds_it(tmp_path, fake, monkeypatch):
-    known = {"ppo_cartpole/64": Target(ratio=2.0, bound="memory"), "compile_warm_ppo_cartpole/64": Target(seconds=0.1)}
+def test_a_missed_target_fails_the_bench_with_what_bounds_it(tmp_path, fake, monkeypatch, capsys):
+    known = {"ppo_cartpole/64": Target(ratio=2.0, bound="memory"), "compile_warm_ppo_cartpole/64": Target(most=0.1)}
     monkeypatch.setitem(targets.TARGETS, "anakin", known)
-    assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))[1]["failures"] == [
-        "ppo_cartpole/64: 1.50 x, the target is >= 2 x; memory.",
-        "compile_warm_ppo_cartpole/64: 0.5 s, the target is <= 0.1 s.",
+    status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))
+    assert (status, document["failures"]) == (1, [])  # the rows say so
+    assert capsys.readouterr().err.splitlines() == [
+        "torchpod bench: ppo_cartpole/64: 1.50 x, the target is >= 2 x; memory.",
+        "torchpod bench: compile_warm_ppo_cartpole/64: 0.5 s, the target is <= 0.1 s.",
     ]
     known |= {"ppo_cartpole/64": Target(ratio=1.4), "compile_warm_ppo_cartpole/64": Target(ratio=1.1)}
     assert run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000))[0] == 0
@@ -203,9 +222,17 @@ def test_a_missed_target_fails_the_bench_with_what_bounds_it(tmp_path, fake, mon
         (Target(ratio=3.0), {"ratio": 2.9, "interval": (2.0, 3.1), "unit": "s"}, ("<= 3 x", "met, not in every round")),
         (Target(ratio=3.0), {"ratio": 3.1, "interval": (3.0, 3.2), "unit": "s"}, ("<= 3 x", "missed")),
         (Target(ratio=3.0), {"ratio": None, "value": 9.0, "unit": "s"}, ("<= 3 x", "not measured")),
-        (Target(seconds=5.0), {"ratio": None, "value": 4.0, "unit": "s"}, ("<= 5 s", "met")),
-        (Target(seconds=5.0), {"ratio": None, "value": 5.1, "unit": "s"}, ("<= 5 s", "missed")),
+        (Target(most=5.0), {"ratio": None, "value": 4.0, "unit": "s"}, ("<= 5 s", "met")),
+        (Target(most=5.0), {"ratio": None, "value": 5.1, "unit": "s"}, ("<= 5 s", "missed")),
         (Target(least=0.9), {"ratio": None, "value": 0.8, "unit": "share"}, (">= 0.9 share", "missed")),
+        (Target(stated=5.0), {"ratio": 1.0, "value": 4.0, "unit": "x/s"}, ("", "")),
+        (Target(most=7.0), {"ratio": None, "value": 8.0, "unit": "MB"}, ("<= 7 MB", "missed")),
+        (Target(ratio=2.0), {"ratio": 2.0, "interval": None, "unit": "1/s"}, (">= 2 x", "met")),
+        (
+            Target(ratio=2.0, best_of="layout"),
+            {"ratio": 2.0, "interval": None, "unit": "1/s"},
+            (">= 2 x with the best layout", "met"),
+        ),
         (Target(least=5), {"interval": (0, 1), "value": 5, "unit": "env_steps/s"}, (">= 5 env_steps/s", "met")),
         (Target(least=5e7), {"ratio": 1.0, "value": None, "unit": "x/s"}, (">= 50,000,000 x/s", "not measured")),
     ],
@@ -215,14 +242,98 @@ def test_targets_in_words(target, row, told):
 
 
 def test_targets_are_those_of_rows_that_there_are():
-    rows = {"anakin": {case.name for case in anakin.CASES} | {f"train_warm_cartpole/{anakin.FIRST.num_envs}"}}
-    rows["population"] = {f"{population.WORK}/{members}x{num_envs}" for members, num_envs in population.CASES}
-    shares = {case.name.replace("impala_", "impala_of_raw_", 1) for case in gpu.HOST_CASES}
-    rows["gpu"] = shares | {case.name for case in gpu.CASES}
+    rates = {"anakin": [case.name for case in anakin.CASES]}
+    rates["population"] = [population.name_of(case) for case in population.CASES]
+    compiled = [f"compile_{kind}_{name}" for name in (*rates["anakin"], *rates["population"]) for kind in KINDS]
+    shares = [case.name.replace("impala_", "impala_of_raw_", 1) for case in gpu.HOST_CASES]
+    layouts = [
+        row
+        for name, case in sebulba.CASES.items()
+        for side in (*sebulba.LAYOUTS, "sync", "plain")
+        for row in (
+            *(sebulba.row_of(name, case, mode, side) for mode in sebulba.WORK),
+            *(f"{work}_{name}_{side}_vs_plain/{case.num_envs}" for work in sebulba.WORK.values()),
+            f"cpu_{name}_{side}/{case.num_envs}",
+        )
+    ]
+    rows = {
+        "anakin": [*rates["anakin"], *compiled, "train_warm_cartpole/1024"],
+        "envs": [f"{case.name}/{envs.NUM_ENVS}" for case in (*envs.CASES, *envs.ALONE)],
+        "gpu": [*shares, *(case.name for case in gpu.CASES), "whole_suite"],
+        "losses": [case.name for case in losses.CASES],
+        "multiagent on cpu": [
+            name for case in multiagent.CPU_CASES for name in (case.name, case.name.replace("env_only", "original"))
+        ],
+        "multiagent on cuda": [case.name for case in multiagent.CUDA_CASES],
+        "population": [*rates["population"], *compiled],
+        "replay": [f"{case.name} memory" for case in replay.CASES],
+        "sebulba": layouts,
+    }
+    assert rows.keys() == targets.TARGETS.keys()
     for suite, known in targets.TARGETS.items():
-        assert {re.sub("^compile_(cold|warm|first)_", "", name) for name in known} <= rows[suite]
-        assert all([target.ratio, target.seconds, target.least].count(None) == 2 for target in known.values())
-    assert shares <= targets.TARGETS["gpu"].keys()
+        assert [pattern for pattern in known if not fnmatch.filter(rows[suite], pattern)] == []
+        for target in known.values():
+            limits = [target.ratio, target.most, target.least].count(None)
+            assert limits == 2 or (limits == 3 and target.stated)
+    assert targets.TARGETS["gpu"].keys() >= {*shares}
+    told = targets.targets_of({"suite": "anakin", "rows": [{"name": name} for name in rows["anakin"]]})
+    assert told["compile_warm_ppo_pendulum/1024"].most == 5.0 and told["compile_cold_ppo_pendulum/1024"].ratio == 3.0
+
+
+def test_the_best_row_is_judged_where_that_is_a_setting(monkeypatch):
+    known = {"a_*/2": Target(ratio=2.0, best_of="size"), "b_*": Target(ratio=1.0)}
+    monkeypatch.setitem(targets.TARGETS, "x on cpu", known)
+    names = ("a_1/2", "a_2/2", "a_3/2", "a_4/4", "b_1", "b_2")
+    rows = [
+        {"name": name, "ratio": ratio, "unit": "1/s", "interval": None}
+        for name, ratio in zip(names, (1.0, 1.5, None, 9.0, 0.5, 0.6), strict=True)
+    ]
+    missed = targets.missed({"suite": "x", "device": "cpu", "rows": rows})
+    assert [name for name, _ in missed] == ["a_2/2", "b_1", "b_2"]
+    assert targets.missed({"suite": "x", "device": "cuda", "rows": rows}) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (WorkerError("calibration failed"), "calibration failed"),
+        (KeyboardInterrupt(), "interrupted."),
+        (SystemExit(143), "interrupted."),
+    ],
+)
+def test_a_suite_that_is_stopped_writes_what_it_has_as_a_part(tmp_path, fake, monkeypatch, capsys, error, why):
+    left = [1, 1]  # calibrations: before all, and after the first case
+
+    def calibrate(core):
+        if not left:
+            raise error
+        return {"2048x64x64": 50.0 * left.pop()}
+
+    monkeypatch.setattr(harness, "calibrate", calibrate)
+    cases = [Case(64, "policy"), Case(64), Case(4)]
+    status, document = run_suite(tmp_path, fake("torchpod", 3000), fake("jax", 2000), cases=cases)
+    rows = ["env_policy_cartpole/64", "ppo_cartpole/64", "compile_cold_ppo_cartpole/64", "compile_warm_ppo_cartpole/64"]
+    assert status == 1 and [row["name"] for row in document["rows"]] == rows
+    assert document["failures"] == [[rows[-1], f"the suite was stopped after this row: {why}"]]
+    assert document["only"] == ",".join(rows) and why in capsys.readouterr().err
+
+
+def test_a_suite_without_a_row_ends_with_what_stopped_it(tmp_path, capsys, monkeypatch):
+    def fails(core):
+        raise WorkerError("calibration failed")
+
+    monkeypatch.setattr(harness, "calibrate", fails)
+    path = tmp_path / "out.json"
+    assert command_line.main(["bench", "population", "--json", str(path)]) == 1 and not path.exists()
+    assert capsys.readouterr().err == "torchpod: error: calibration failed\n"
+
+
+def test_rows_are_written_although_the_suite_has_a_fault(tmp_path):
+    path = tmp_path / "out.json"
+    with pytest.raises(KeyError), Record("x", str(path)) as record:
+        record.rows.append(RowMaker().alone("a/1", 1.0, "s"))
+        raise KeyError("b")
+    assert json.loads(path.read_text())["failures"] == [["a/1", "the suite was stopped after this row: 'b'"]]
 
 
 def test_a_row_that_was_better_fails_the_bench_unless_it_is_written_elsewhere(monkeypatch, capsys):
@@ -325,8 +436,8 @@ def test_sides_that_learn_nothing_fail_the_bench_although_they_are_equal(tmp_pat
     assert run_suite(tmp_path, *sides)[0] == 0
     monkeypatch.setitem(harness.LEARNED, "cartpole", 101.0)  # both fakes have 100
     status, document = run_suite(tmp_path, *sides)
-    assert status == 1 and [x.partition(",")[0] for x in document["failures"]] == [
-        f"ppo_cartpole/64: {side} learned to a mean return of 100.0" for side in ("torchpod", "jax")
+    assert status == 1 and [(name, x.partition(",")[0]) for name, x in document["failures"]] == [
+        ("ppo_cartpole/64", f"{side} learned to a mean return of 100.0") for side in ("torchpod", "jax")
     ]
     for case, quick in ((Case(16_384), False), (Case(64, "policy"), False)):
         status, document = run_suite(tmp_path, *sides, cases=[case], quick=quick)
@@ -388,6 +499,8 @@ def test_load_on_the_core_is_noted_in_the_row(tmp_path, fake):
     m["cpu_s"] = [0.5 * wall for wall in m["wall_s"]]
     row = RowMaker().rate("ppo_cartpole/64", [m], [m], peer_name="jax")
     assert row.cpu_share == pytest.approx(0.5) and "50% of it in the worst round" in row.note
+    assert row.interval is None  # of one round
+    assert RowMaker().rate("x", [m], [m], peer_name="jax", waits=True).note == ""
 
 
 def test_of_two_cores_a_round_that_got_less_of_them_than_another_is_told(tmp_path, fake):
@@ -471,7 +584,7 @@ def test_a_benchmark_and_a_run_name_the_same_cpu():
 
 def test_the_calibration_product_is_the_one_that_scales_the_figures():
     rates = harness.calibrate(None)
-    assert anakin.FIGURES.product in rates and all(rate > 0 for rate in rates.values())
+    assert targets.PRODUCT in rates and all(rate > 0 for rate in rates.values())
 
 
 def test_an_unknown_suite_is_refused():

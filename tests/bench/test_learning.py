@@ -47,12 +47,13 @@ def test_returns_of_all_seeds_are_compared(tmp_path, fake, monkeypatch):
     gains["torchpod"] = 0.7
     status, result = run_suite(tmp_path, *workers)
     assert status == 1 and result["rows"][0]["ratio"] == pytest.approx(0.7)
-    assert "ppo_cartpole/64: torchpod gains 0.70 [0.6" in result["failures"][0]
+    name, told = result["failures"][0]
+    assert name == "ppo_cartpole/64" and told.startswith("torchpod gains 0.70 [0.6")
 
 
 def test_a_side_that_fails_or_learns_nothing_is_told(tmp_path, fake, monkeypatch):
     status, result = run_suite(tmp_path, fake("torchpod", 1.0, missing="gone"), fake("jax", 2.0))
-    assert status == 1 and "torchpod: gone" in result["failures"][0]
+    assert status == 1 and "torchpod: gone" in result["failures"][0][1]
     assert run_suite(tmp_path, fake("torchpod", 1.0), fake("jax", 2.0, missing="gone"))[0] == 0  # a row says so
     monkeypatch.setitem(harness.LEARNED, "cartpole", 101.0)  # both fakes have 100
     status, result = run_suite(tmp_path, fake("torchpod", 1.0), fake("jax", 2.0))
@@ -95,8 +96,8 @@ def test_what_loses_less_gains_more():
 def test_what_differs_or_might_differ_fails():
     near, far = [99.0, 100.0, 101.0] * 9, [70.0, 71.0, 72.0] * 9
     assert learning.unequal(learning.compared(row_of(near, near), 20.0)) == []
-    (sentence,) = learning.unequal(learning.compared(row_of(far, near), 20.0))
-    assert "ppo_cartpole/64: torchpod gains 0.64 [0.6" in sentence and "between 0.8 and 1.2" in sentence
+    ((name, sentence),) = learning.unequal(learning.compared(row_of(far, near), 20.0))
+    assert name == "ppo_cartpole/64" and "torchpod gains 0.64 [0.6" in sentence and "between 0.8 and 1.2" in sentence
     few = learning.compared(row_of([60.0, 140.0], [60.0, 140.0]), 20.0)
     assert few.ratio == 1.0 and len(learning.unequal(few)) == 1  # two seeds say nothing
 

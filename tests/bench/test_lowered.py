@@ -86,8 +86,8 @@ def test_the_suite_writes_launches_with_their_floor_and_says_what_failed(looked,
     assert "step 128 x 13, _gradient_one 16 x 34" in rows["launches_ppo_cartpole/1024"]["note"]
     assert rows["interpreted_ppo_cartpole/32"]["value"] == 1e-7
     assert "a2c_grid_world" not in " ".join(rows) and "pendulum" not in " ".join(rows)
-    assert document["failures"] == ["ppo_pendulum: it returns to the host"]
-    assert "ppo_pendulum: it returns to the host" in capsys.readouterr().err
+    assert document["failures"] == [["launches_ppo_pendulum/1024", "it returns to the host"]]
+    assert "launches_ppo_pendulum/1024: it returns to the host" in capsys.readouterr().err
 
 
 def test_in_short_it_looks_at_one_case_with_few_environments(looked, tmp_path):

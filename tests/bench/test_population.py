@@ -5,15 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from torchpod.bench import harness, population
-from torchpod.bench.harness import Figures
+from torchpod.bench import harness, population, targets
+from torchpod.bench.targets import Target
 
 
-def run_suite(tmp_path, *workers, floor=1.0, **knobs):
+@pytest.fixture(autouse=True)
+def no_target(monkeypatch):
+    monkeypatch.setitem(targets.TARGETS, "population", {})
+
+
+def run_suite(tmp_path, *workers, **knobs):
     path = tmp_path / "out.json"
     options = {"cases": ((16, 4),), "rounds": 2, "repeats": 2, **knobs}
-    figures = Figures("2048x64x64", 100.0, {"population_ppo_cartpole/16x4": floor})
-    return population.main(str(path), workers=workers, figures=figures, **options), json.loads(path.read_text())
+    return population.main(str(path), workers=workers, **options), json.loads(path.read_text())
 
 
 def test_rows_are_ratios_on_one_core_and_on_two(tmp_path, fake):
@@ -58,18 +62,23 @@ def test_a_peer_that_hangs_on_two_cores_is_told(tmp_path, fake, monkeypatch):
     assert two["value"] == pytest.approx(3000.0) and "jax was still running after 2 s" in two["note"]
 
 
-def test_a_slow_peer_and_a_side_that_fails_are_told(tmp_path, fake):
-    status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0), floor=8000.0)
-    assert status == 1 and "below 3,600" in result["failures"][0]
+def test_a_slow_peer_and_a_side_that_fails_are_told(tmp_path, fake, monkeypatch, capsys):
+    monkeypatch.setattr(targets, "GFLOPS", 100.0)  # of which the machine has half
+    for slowest, told in ((8000.0, "below 3,600"), (4000.0, "")):
+        figure = Target(stated=9000.0, slowest=slowest)
+        monkeypatch.setitem(targets.TARGETS, "population", {"population_ppo_cartpole/16x4": figure})
+        status, _ = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
+        assert status == bool(told) and told in capsys.readouterr().err
     status, result = run_suite(tmp_path, fake("torchpod", 1.0, missing="gone"), fake("jax", 2000.0))
-    assert status == 1 and "torchpod: gone" in result["failures"][0]
+    assert status == 1 and result["failures"][0] == ["population_ppo_cartpole/16x4", "torchpod: gone"]
 
 
 def test_members_that_learn_nothing_fail_the_bench(tmp_path, fake, monkeypatch):
     monkeypatch.setitem(harness.LEARNED, "cartpole", 101.0)  # both fakes have 100
     status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
     assert status == 1 and len(result["failures"]) == 2
-    assert result["failures"][0].startswith("population_ppo_cartpole/16x4: torchpod learned to a mean return of 100.0")
+    name, told = result["failures"][0]
+    assert name == "population_ppo_cartpole/16x4" and told.startswith("torchpod learned to a mean return of 100.0")
     assert run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0), quick=True)[0] == 0
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchpod.bench import harness, replay, replay_worker
+from torchpod.bench import harness, replay, replay_worker, targets
 from torchpod.bench.replay_worker import Case
+from torchpod.bench.targets import Target
 from torchpod.replay import sum_tree
 
 SMALL = Case("small", "sample", (3,), torch.float32, 640, 4, 8)
@@ -25,7 +26,7 @@ print(json.dumps({
     "framework": "NAME", "mode": "sample", "num_envs": 64, "unroll_length": 16, "epochs": 1, "minibatches": 1,
     "batch_rows": 256, "param_count": 0, "dtype": "float32", "iterations": 1, "total_iterations": 0,
     "compile_s": 1.0, "env_steps": [RATE] * repeats, "wall_s": [1.0] * repeats, "cpu_s": [1.0] * repeats,
-    "env_steps_per_s": {"median": RATE, "min": RATE, "max": RATE}, "episode_return": None, "episodes": 0,
+    "episode_return": None, "episodes": 0,
     "threads": {}, "versions": {}, "memory_bytes": 2_000_000_000,
 }))
 """
@@ -52,12 +53,17 @@ def test_there_is_a_row_for_each_peer_and_one_that_cannot_run_is_named(tmp_path,
 
 
 @pytest.mark.parametrize("stated", [1_999, 2_001])
-def test_a_buffer_that_takes_more_memory_than_is_stated_fails(stated, tmp_path, workers, capsys):
-    out, case = tmp_path / "out.json", SMALL._replace(name="frames", memory=stated)
+def test_a_buffer_that_takes_more_memory_than_is_stated_fails(stated, tmp_path, workers, capsys, monkeypatch):
+    monkeypatch.setitem(targets.TARGETS, "replay", {"frames memory": Target(most=stated)})
+    out, case = tmp_path / "out.json", SMALL._replace(name="frames", memory=True)
     assert replay.main(str(out), cases=[case], rounds=2, repeats=2, workers=workers) == (stated < 2_000)
-    assert ("frames: 2,000 MB of memory, and 1,999 are stated." in capsys.readouterr().err) == (stated < 2_000)
+    assert ("frames memory: 2,000 MB, the target is <= 1,999 MB." in capsys.readouterr().err) == (stated < 2_000)
     *_, row = json.loads(out.read_text())["rows"]
     assert (row["name"], row["value"], row["unit"]) == ("frames memory", 2_000, "MB")
+    with_memory = [f"{case.name} memory" for case in replay_worker.CASES if case.memory]
+    monkeypatch.undo()
+    rows = [{"name": name, "unit": "MB", "value": 1.0} for name in with_memory]
+    assert len(rows) == 4 and [*targets.targets_of({"suite": "replay", "rows": rows})] == with_memory
 
 
 SIDES = pytest.mark.parametrize("side", [replay_worker.torchpod, replay_worker.numpy], ids=["torchpod", "numpy"])

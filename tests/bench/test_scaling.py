@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from torchpod.bench import harness, report, scaling
+from torchpod.bench import harness, report, scaling, scaling_worker
 from torchpod.bench.harness import Worker
 from torchpod.bench.scaling import Network
 
@@ -26,7 +26,7 @@ FAKE = textwrap.dedent(
         framework="torchpod", mode="update", num_envs=num_envs, unroll_length=128, epochs=4, minibatches=4,
         batch_rows=128 * num_envs, param_count=9155, dtype="float32", iterations=iterations, total_iterations=8,
         compile_s=1.0, env_steps=[iterations * 128 * num_envs] * repeats, wall_s=[wall] * repeats,
-        cpu_s=[wall] * repeats, env_steps_per_s={}, episode_return=1.0, episodes=1, threads={}, versions={},
+        cpu_s=[0.5 * wall] * repeats, episode_return=1.0, episodes=1, threads={}, versions={},
         ranks=k, sums_per_iteration=0 if apart else 21, bytes_per_iteration=0 if apart else 21 * 36_000,
         share_in_sums=0.0 if apart else 0.02 * k, share_waiting=0.0 if apart else 0.015 * k,
         share_summing=0.0 if apart else 0.005 * k, alone=alone)))
@@ -65,6 +65,7 @@ def test_rows_are_speed_ups_and_the_page_shows_them(tmp_path, fake):
     assert "3 us and 2.00 GB/s" in text and "gloo on CPUs" in text
     assert "**No efficiency below was measured, and NCCL was never run with several GPUs.**" in text
     assert "| 4 | 16,777,216 | 12,601 us | 12,601 us |" in text
+    assert not any(row["note"] for row in rows.values())
 
 
 def test_a_quick_run_leaves_the_page_alone(tmp_path, fake):
@@ -86,7 +87,8 @@ def test_of_two_gpus_two_ranks_are_measured_and_the_others_told(tmp_path, fake, 
     (path,) = tmp_path.glob("scaling_*.json")
     document = json.loads(path.read_text())
     assert {row["name"].split("/")[1] for row in document["rows"]} == {"1 ranks", "2 ranks"}
-    assert document["failures"] == ["4 ranks: not measured, for there is no GPU for each."]
+    told = "not measured, for there is no GPU for each."
+    assert document["failures"] == [[f"{kind}_ppo_cartpole/4 ranks", told] for kind in ("weak", "apart", "strong")]
 
 
 def measured(device: str = "cpu") -> dict:
@@ -112,6 +114,7 @@ def measured(device: str = "cpu") -> dict:
         "commit": "aaa",
         "hardware": {"name": "some-cpu", "cores": 2},
         "sums": sums,
+        "failures": [],
         "rows": rows,
     }
 
@@ -157,8 +160,40 @@ def test_ranks_that_fail_are_told(tmp_path, fake):
     assert scaling.main(worker=fake, num_ranks=(1, 3), rounds=1) == 1
     (path,) = tmp_path.glob("scaling_*.json")
     assert json.loads(path.read_text())["failures"] == [
-        f"{kind}_ppo_cartpole/3 ranks: 3 ranks: no torchrun" for kind in ("weak", "apart", "strong")
+        [f"{kind}_ppo_cartpole/3 ranks", "3 ranks: no torchrun"] for kind in ("weak", "apart", "strong")
     ]
+    report.main(tmp_path, tmp_path / "docs")
+    assert not (tmp_path / "docs" / "scaling.md").exists()  # one rank says nothing of scaling
+
+
+def test_the_page_is_of_the_newest_run_that_tells_something_and_lists_what_failed(tmp_path, fake):
+    page = tmp_path / "docs" / "scaling.md"
+    for date, ranks in (("2030-01-01", (1, 2, 3)), ("2030-01-02", (1, 3))):
+        scaling.main(str(tmp_path / f"{date}.json"), worker=fake, num_ranks=ranks, rounds=1)
+        document = json.loads((tmp_path / f"{date}.json").read_text()) | {"date": f"{date}T00:00:00"}
+        (tmp_path / f"{date}.json").write_text(json.dumps(document))
+    report.main(tmp_path, page.parent)
+    text = page.read_text()
+    assert "2030-01-01" in text and "| weak | 2 | 1,800 | 1.80 |" in text and "| weak | 3 |" not in text
+    assert "\n- **weak_ppo_cartpole/3 ranks: 3 ranks: no torchrun**\n" in text
+
+
+def test_a_page_without_what_one_rank_or_two_do_apart(tmp_path):
+    document = measured()
+    del document["sums"]["strong/1"]
+    document["rows"] = [row | {"ratio": None if "strong" in row["name"] else 1.5} for row in document["rows"]]
+    document["rows"].append({"name": "apart_ppo_cartpole/2 ranks", "value": None, "ratio": None})
+    text = scaling.render(document, None)
+    assert "| strong | 2 | 300,000 | - |" in text and "Without any sums" not in text
+
+
+@pytest.mark.parametrize(("apart", "steps", "seconds"), [(True, 10.0 + 30.0, 40.0 / 11.0), (False, 10.0, 10.0 / 4.0)])
+def test_ranks_add_their_own_rates(monkeypatch, apart, steps, seconds):
+    """The other does 6 steps/s: apart 30 in 5 s, else its half of 10 in 5 / 1.5 s, beside our 10 in 2 s or 5 in 2 s."""
+    other = torch.tensor([[30.0], [6.0]]) if apart else torch.tensor([[5.0], [1.5]])
+    monkeypatch.setattr(scaling_worker.Ranks, "sum", lambda self, x: x + other)
+    found = scaling_worker.of_all(scaling_worker.Ranks(0, 2), [10.0], [2.0], apart=apart, device=torch.device("cpu"))
+    assert found["env_steps"] == [steps] and found["wall_s"] == pytest.approx([seconds])
 
 
 def test_weak_rows_grow_with_the_ranks_and_strong_ones_do_not():

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from torchpod.bench import harness, sebulba
+from torchpod.bench import harness, report, sebulba, targets
 from torchpod.bench.sebulba import Case
+from torchpod.bench.targets import Target
 
 FAKE = """
 import argparse, json
@@ -27,7 +28,7 @@ print(json.dumps({
     "framework": "fake", "mode": a.mode, "num_envs": a.num_envs, "unroll_length": 8, "epochs": 1, "minibatches": 1,
     "batch_rows": 8 * a.num_envs, "param_count": PARAMETERS, "dtype": "float32", "iterations": a.iterations,
     "total_iterations": 1, "compile_s": 0.0, "env_steps": [rate], "wall_s": [1.0], "cpu_s": [1.0],
-    "env_steps_per_s": {"median": rate, "min": rate, "max": rate}, "episode_return": None, "episodes": 0,
+    "episode_return": None, "episodes": 0,
     "threads": {"torch": threads}, "versions": {},
 }))
 """
@@ -72,6 +73,8 @@ def test_every_side_is_compared_at_its_better_number_of_threads(tmp_path, monkey
     assert rows["act_x_2_pools_vs_sync/4"]["ratio"] == 200.0 / 200.0
     assert rows["paced_x_2_actors/4"]["ratio"] == 300.0 / 100.0 and rows["paced_x_2_sharing_pools/4"]["ratio"] == 1.0
     assert rows["ppo_x_2_actors_vs_plain/4"]["repeats"] == [600.0, 600.0]
+    early = {name for name, row in rows.items() if harness.TOO_EARLY in row["note"]}
+    assert early == {f"ppo_x_{layout}_vs_plain/4" for layout in sebulba.LAYOUTS}
     for side in ("1_actors", "2_actors", "2_pools", "2_sharing_pools", "sync", "plain"):
         assert rows[f"cpu_x_{side}/4"]["value"] == 1.0 / harness.hardware()["cores"]
 
@@ -108,26 +111,52 @@ def test_threads_are_chosen_in_halves_and_a_side_that_fails_once_has_failed(tmp_
         assert isinstance(sides["plain"], list if fails is None else harness.WorkerError)
 
 
-def test_goals_are_those_of_the_best_layout(tmp_path, monkeypatch):
+def test_targets_are_those_of_the_best_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "calibrate", lambda core: {})
-    monkeypatch.setattr(sebulba, "GOALS", {"x": 6.5})
-    monkeypatch.setattr(sebulba, "BUSY_GOAL", {"x": 1.5})
+    known = {
+        "ppo_x_*_vs_plain/4": Target(ratio=6.5, best_of="layout"),
+        "act_x_*_vs_sync/4": Target(ratio=3.0, best_of="layout"),
+        "cpu_x_[12]_*/4": Target(least=1.5, best_of="layout"),
+    }
+    monkeypatch.setitem(targets.TARGETS, "sebulba", known)
     status, document = run(tmp_path, 5)
-    assert status == 1
+    assert (status, document["failures"]) == (1, [])
     share = 1 / harness.hardware()["cores"]
-    assert document["failures"] == [
-        "ppo_x: 6.000 x plain in the best layout, the goal is 6.5.",
-        f"cpu_x: at most {share:.0%} of all cores are busy, the goal is 150%.",
+    assert [line for line in capsys.readouterr().err.splitlines() if "target" in line] == [
+        "torchpod bench: ppo_x_2_actors_vs_plain/4: 6.00 x, the target is >= 6.5 x with the best layout.",
+        f"torchpod bench: cpu_x_2_sharing_pools/4: {share:.2f} share of all cores, the target is >= 1.5 share of all"
+        " cores with the best layout.",
     ]
-    monkeypatch.setattr(sebulba, "LAYOUTS", {"1_actors": ("--actors", "1", "--pools", "4")})
-    assert "act_x: 0.500 x sync in the best layout, the goal is 1.0." in run(tmp_path, 5)[1]["failures"]
+    page = report.render(report.load(tmp_path))
+    assert "| 3.00 [3.00, 3.00] | >= 3 x with the best layout: met |" in page and page.count("with the best") == 5
+
+
+def test_a_side_that_fails_is_told_of_a_row_that_it_is_part_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {})
+    run(tmp_path, 5)
+    sides = ((sys.executable, "-S", "-c", "raise SystemExit('gone')"), (sys.executable, str(tmp_path / "plain.py")))
+    out, case = tmp_path / "out.json", Case("X-v0", 4, 1)
+    status = sebulba.main(str(out), cases={"x": case}, paced={"x": case}, rounds=1, ours=sides[0], plain=sides[1])
+    document = json.loads(out.read_text())
+    told = {name for name, sentence in document["failures"] if "gone" in sentence}
+    assert status == 1 and "raw_x/4" in told and "act_x_2_pools_vs_sync/4" in told
+    assert told - {"raw_x/4"} <= {row["name"] for row in document["rows"]}
 
 
 def test_unequal_work_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "calibrate", lambda core: {})
     status, document = run(tmp_path, 6)
     assert status == 1
-    assert document["failures"] == ["x: unequal work: param_count is 5 and 6 in the plain loop."]
+    told = "unequal work: param_count is 5 and 6 in the plain loop."
+    assert document["failures"] == [["ppo_x_1_actors_vs_plain/4", told]]
+
+
+def test_paces_that_wait_are_not_told_to_have_had_company(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "calibrate", lambda core: {})
+    monkeypatch.setitem(globals(), "FAKE", FAKE.replace('"cpu_s": [1.0]', '"cpu_s": [0.5]'))
+    _, document = run(tmp_path, 5)
+    rows = {row["name"]: row for row in document["rows"]}
+    assert "not alone" in rows["act_x_2_actors_vs_sync/4"]["note"] and rows["paced_x_2_actors/4"]["note"] == ""
 
 
 @pytest.mark.parametrize(
