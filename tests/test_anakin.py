@@ -1,5 +1,7 @@
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from torchpod.algos.ppo import PPO, PPOConfig
@@ -142,8 +144,9 @@ def test_compile_time_is_reported_once(seed):
     assert all(r.wall_s > 0 for r in reports)
 
 
-def test_two_ranks_draw_the_same_as_one(seed):
+def test_two_ranks_draw_the_same_as_one(seed, monkeypatch):
     """The halves of the environments, each with the keys that it has on one rank."""
+    monkeypatch.setattr(dist, "broadcast", lambda x, source: None)
     whole = make().init(seed)
     for rank in range(2):
         part = make(num_envs=2, ranks=Ranks(rank, 2)).init(seed)
@@ -153,6 +156,28 @@ def test_two_ranks_draw_the_same_as_one(seed):
         assert torch.equal(part.learner_keys, whole.learner_keys[rows])
         assert torch.equal(part.carry.timestep.observation, whole.carry.timestep.observation[rows])
         assert_equal(part.learner.params, whole.learner.params)
+
+
+class Drawn(PPO):
+    """Begins with numbers that are not torch's."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("offset", torch.from_numpy(np.random.random(3)))
+        with torch.no_grad():
+            for x in self.parameters():
+                x.copy_(torch.from_numpy(np.random.random(x.shape)))
+
+
+def test_ranks_begin_with_the_parameters_of_the_first_whatever_each_has_drawn(seed, monkeypatch):
+    states, sent = [], []
+    for rank, broadcast in enumerate((lambda x, _: sent.append(x.clone()), lambda x, _: x.copy_(sent.pop(0)))):
+        monkeypatch.setattr(dist, "broadcast", broadcast)
+        anakin = make(num_envs=2, ranks=Ranks(rank, 2))
+        anakin.make_agent = lambda: Drawn(CartPole().spec, PPOConfig(hidden=(8,)))
+        states.append(anakin.init(seed))
+    assert_equal(states[0].learner, states[1].learner)
+    assert not sent and not torch.equal(*(x.carry.timestep.observation for x in states))
 
 
 def test_environments_actors_and_learner_have_keys_of_their_own(seed):

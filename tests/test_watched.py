@@ -168,9 +168,15 @@ def test_it_ends_although_nothing_can_be_told():
         assert subprocess.run([sys.executable, "-c", DEAF], stderr=full, timeout=60).returncode == 1
 
 
+class MuteError(Exception):
+    def __str__(self):
+        return self.args[7]
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
+        (MuteError(), "MuteError."),
         (OSError("no way on"), "OSError: no way on."),
         (OSError("no way on."), "OSError: no way on."),
         (OSError("is it gone?"), "OSError: is it gone?"),

@@ -95,10 +95,15 @@ def init_state(
     ranks: Ranks,
     device: torch.device,
 ) -> RunState:
-    """The state of a run before its first iteration; `begin(agent, env_keys)` resets its environments."""
+    """The state of a run before its first iteration; `begin(agent, env_keys)` resets its environments.
+
+    Every rank begins with the parameters of rank 0, whatever its agent has drawn from elsewhere.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         agent = make_agent().to(device)
+    for x in (*agent.parameters(), *agent.buffers()):
+        ranks.first(x)
     root = random.key(seed, device)
     env_keys, actor_keys, learner_keys = (
         random.split(random.fold_in(root, stream), num_envs, ranks.rank * num_envs)

@@ -91,8 +91,10 @@ def watched(env: Env, where: str, timeout_s: float) -> Env:
 
 
 def sentence(error: BaseException) -> str:
-    """The kind of an exception and its message, with one mark at the end."""
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    """The kind of an exception and its message, unless that cannot be had, with one mark at the end."""
+    text = type(error).__name__
+    with contextlib.suppress(Exception):  # of a class of somebody else's
+        text = f"{text}: {error}".rstrip(": ")
     return text if text.endswith((".", "?", "!")) else text + "."
 
 

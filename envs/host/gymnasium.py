@@ -278,7 +278,7 @@ def _repeating(env: Any, num: int) -> Any:
 
 
 def _checked(make: Callable[[], Any], name: str, *, observations: bool = False) -> Any:
-    """Looks at what an environment returns, and at the shapes of observations if nobody else does."""
+    """Looks at what an environment returns, and at the shapes of observations if nobody else does; drops the info."""
     import gymnasium
 
     class Checked(gymnasium.Wrapper):
@@ -305,7 +305,7 @@ def _checked(make: Callable[[], Any], name: str, *, observations: bool = False) 
         def seen(self, answer: Any) -> Any:
             if observations and (wrong := misfit(answer[0], self.observation_space)) is not None:
                 raise ValueError(f"{name} gave an observation {wrong}; make them agree.")
-            return answer
+            return *answer[:-1], {}  # nobody reads the info, and a batch of them may be impossible
 
     return Checked(make())
 

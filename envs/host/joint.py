@@ -141,7 +141,7 @@ class Repeated(BaseParallelWrapper):
             listed = set(self.env.agents) - {a for a in actions if terminated.get(a) or truncated.get(a)}
             if not listed or not listed <= actions.keys():
                 break
-            found, gained, *rest = self.env.step({a: actions[a] for a in listed})
+            found, gained, *rest = self.env.step({a: x for a, x in actions.items() if a in listed})
             told = listed | set(self.env.agents) - actions.keys()  # nothing changes for who has left
             reward |= {a: reward.get(a, 0.0) + float(r) for a, r in gained.items() if a in told}
             for whole, new in zip((observation, terminated, truncated, infos), (found, *rest), strict=True):

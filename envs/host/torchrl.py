@@ -23,7 +23,7 @@ class TorchRL:
     of `init` seed the environments, once; the keys of `step` are not used. An observation of one entry is that tensor,
     of more a dict by their names. One-hot actions become Discrete; float actions are clipped to their bounds, and where
     those differ from entry to entry, the spec says [-1, 1] and actions are scaled. An `action_mask` beside other
-    entries, of any numbers, says which actions are allowed: one entry per value.
+    entries, of any numbers, says which actions are allowed: one entry per value. It may be nested, as in `to_torchrl`.
 
     Args:
       make: a function that returns an EnvBase of batch size `[]`, of which there will be one per row, or `[n]`, of
@@ -31,15 +31,16 @@ class TorchRL:
         the number of rows, and returns one of that batch size.
 
     Raises:
-      ValueError: for a batch of more axes; if the observation has other entries than float, integer or bool tensors;
-        if the action is no single one-hot, categorical or bounded tensor; if a mask does not fit the action, or allows
-        nothing while an episode goes on; or if the reward is not one number.
+      ValueError: for a batch of more axes, or one that Gymnasium resets by itself (`GymEnv(name, num_envs=n)`); if the
+        observation has other entries than float, integer or bool tensors; if the action is no single one-hot,
+        categorical or bounded tensor; if a mask does not fit the action, or allows nothing while an episode goes on; or
+        if the reward is not one number.
     """
 
     traits = HOST
 
     def __init__(self, make: Callable[..., Any]) -> None:
-        from torchrl.envs import EnvBase  # its import takes seconds
+        from torchrl.envs import EnvBase, VecGymEnvTransform  # its import takes seconds
 
         if isinstance(make, EnvBase):
             raise ValueError(
@@ -57,6 +58,12 @@ class TorchRL:
         try:
             self.rows_each = _rows(probe)
             name = getattr(make, "__name__", type(probe).__name__)
+            if any(isinstance(module, VecGymEnvTransform) for module in probe.modules()):
+                raise ValueError(
+                    f"{name} returned a batch that Gymnasium resets by itself, such as GymEnv(..., num_envs=n), and "
+                    "here rows are reset in the step after their end; use one GymEnv per row, or SerialEnv or "
+                    "ParallelEnv of them."
+                )
             if len(probe.reward_keys) != 1 or "terminated" not in probe.done_keys:
                 raise ValueError(
                     f"{name} has the rewards {probe.reward_keys} and the ends {probe.done_keys}; use an environment "
@@ -212,8 +219,10 @@ def _nested(spec: Any) -> list[tuple[Any, Any]]:
 
 
 def _leaves(spec: Any) -> list[tuple[str, Any]]:
-    """Names and specs of all entries; parts of a nested name are joined by a dot."""
-    return [(key if isinstance(key, str) else ".".join(key), leaf) for key, leaf in _nested(spec)]
+    """Names and specs of all entries; parts of a nested name are joined by a dot, but of the only mask."""
+    paths = [((key,) if isinstance(key, str) else key, leaf) for key, leaf in _nested(spec)]
+    masks = [path for path, _ in paths if path[-1] == ACTION_MASK]
+    return [(ACTION_MASK if [path] == masks else ".".join(path), leaf) for path, leaf in paths]
 
 
 def _spec_of(leaf: Any, env: Any, name: str) -> SpecTree:

@@ -11,6 +11,7 @@ from multiprocessing import connection, forkserver
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def in_worker(make: Callable[[], Any], run: int, spaces: tuple[Any, Any]) -> Any:
@@ -26,6 +27,7 @@ def in_worker(make: Callable[[], Any], run: int, spaces: tuple[Any, Any]) -> Any
         os.setpgrp()
         kill_at_end_of(parent.sentinel)
         np.random.seed()  # who forks copies the state of the fork server's
+        torch.seed()  # which would otherwise be the same in every process
     try:
         return _portable(make())
     except Exception as error:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from tests.distributed import probe
@@ -24,7 +25,7 @@ from tests.zygote import wait_until
 from torchpod import checkpoint, metrics
 from torchpod.checkpoint import CheckpointError
 from torchpod.config import load
-from torchpod.distributed import RankError, Ranks, SplitError
+from torchpod.distributed import RankError, Ranks, SplitError, init, shutdown
 from torchpod.run.execute import execute
 from torchpod.run.folder import seen_by_all
 from torchpod.run.stop import OverdueError, StopFlag
@@ -453,8 +454,53 @@ def test_a_share_is_equal_or_refused():
         Ranks(0, 4).share(3, "num_envs")
 
 
+THRICE = """
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+from torchpod.distributed import init, shutdown
+
+SENT = (
+    torch.tensor([[1.5, torch.nan, 2.0]], dtype=torch.float64).T,
+    torch.tensor([True, False]),
+    torch.tensor(7, dtype=torch.int16),
+    torch.zeros(0, 3),
+    torch.nn.Parameter(torch.arange(6.0).view(2, 3).T),
+)
+for _ in range(3):
+    ranks, _ = init("cpu", timeout_s=20.0)
+    assert ranks.sum(torch.tensor([1.0 + ranks.rank])) == 3.0
+    for x in SENT:
+        own = x if ranks.rank == 0 else torch.zeros_like(x)
+        assert ranks.first(own) is own
+        assert_close(own, x, rtol=0, atol=0, equal_nan=True)
+    shutdown()
+    assert not dist.is_initialized()
+"""
+
+
+def test_ranks_may_meet_and_part_several_times_in_one_process(tmp_path: Path):
+    program = tmp_path / "thrice.py"
+    program.write_text(THRICE)
+    result = torchrun(tmp_path, str(program))
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_process_group_that_somebody_else_made_stays(monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert init("cpu")[0] == Ranks(0, 2)
+        shutdown()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_one_rank_needs_no_process_group():
     ranks, x = Ranks(), torch.tensor([1.0, 2.0])
     ranks.barrier()
     assert ranks.sum(x) is x and x.tolist() == [1.0, 2.0]
+    assert ranks.first(x) is x and x.tolist() == [1.0, 2.0]
     assert ranks.same("value") == "value"

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils import _pytree as pytree
 
-from tests.sebulba.runs import LEARNER, Apart, B, T, make, run
+from tests.sebulba.runs import AGENTS, LEARNER, Apart, B, T, make, run
 from tests.zygote import wait_until
+from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.impala import IMPALA
 from torchpod.algos.ppo import PPO
 from torchpod.compile import span
@@ -81,6 +83,35 @@ def test_what_is_inside_of_a_transform_decides_whether_its_step_has_parts():
         RewardClip(Longer(Apart([]))),
     ):
         assert not splits(env)
+
+
+def views(tree):
+    """The same numbers, otherwise in memory."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: torch.stack([x, x], -1)[..., 0], tree)
+
+
+class ActsInViews(A2C):
+    def act(self, timestep, state, keys, explore=True):
+        return views(super().act(timestep, state, keys, explore))
+
+
+class StepsInViews(HostEnv):
+    def step(self, state, action, keys):
+        return views(super().step(state, action, keys))
+
+
+def test_what_agents_and_environments_give_as_views_lies_in_memory_as_at_the_start(seed, monkeypatch):
+    """Programs are compiled for that."""
+    env = StepsInViews(CartPole())
+    agent = ActsInViews(env.spec, A2CConfig(hidden=(8,), recurrent=6))
+    monkeypatch.setitem(AGENTS, "a2c", lambda spec: agent)
+    sebulba = make(agent="a2c", env=env)
+    state = sebulba.init(seed)
+    (pool,) = sebulba.actors(state)[0].pools
+    for _ in range(2):
+        pool.send(sebulba.learner.acting(state.learner, state.iteration))
+        carry, output = pool.recv()
+        assert all(x.is_contiguous() for x in pytree.tree_leaves((carry, output)))
 
 
 def test_the_next_unroll_is_begun_before_the_last_is_handed_over_if_its_parameters_are_there(seed):
@@ -316,7 +347,8 @@ def test_the_time_of_send_is_that_of_the_environment(seed, monkeypatch):
     monkeypatch.setattr("torchpod.sebulba.exchange.time", clock)
     for owner, name, seconds in ((IMPALA, "act", 0.5), (Apart, "send", 1.0), (Apart, "recv", 0.25)):
         monkeypatch.setattr(owner, name, clock.after(seconds, getattr(owner, name)))
-    sebulba = make(SebulbaConfig(num_actor_threads=1, lag=0), "impala", Apart([]), iterations=3)
+    config = SebulbaConfig(num_actor_threads=1, lag=0, timeout_s=float("inf"))  # the watchdog has the real clock
+    sebulba = make(config, "impala", Apart([]), iterations=3)
     _, history = run(sebulba, sebulba.init(seed))
     for metrics in history:
         assert float(metrics["actor_in_environment"]) == pytest.approx(1.25 / 1.75)

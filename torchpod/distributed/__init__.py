@@ -6,6 +6,7 @@ whole run, with the keys that they would have on one rank.
 
 import contextlib
 import datetime
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -51,6 +52,15 @@ class Ranks(NamedTuple):
                 dist.broadcast_object_list(values)
         return values[0]
 
+    def first(self, x: Tensor) -> Tensor:
+        """Rank 0's values, on every rank, in place."""
+        if self.world_size > 1:
+            whole = x.detach().contiguous()
+            with _together():
+                dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # as bytes: neither gloo nor NCCL sends all types
+            x.detach().copy_(whole)
+        return x
+
     def share(self, total: int, what: str) -> int:
         """This rank's equal part of `total`.
 
@@ -79,6 +89,7 @@ def init(device: str, timeout_s: float = 300.0) -> tuple[Ranks, torch.device]:
     Returns:
       The ranks, and the device of this one.
     """
+    global _made
     local = int(os.environ.get("LOCAL_RANK", 0))
     if device.startswith("cuda"):
         index = local if ":" not in device else int(device.split(":")[1])
@@ -96,26 +107,34 @@ def init(device: str, timeout_s: float = 300.0) -> tuple[Ranks, torch.device]:
     if world_size > 1 and not dist.is_initialized():
         limit = datetime.timedelta(seconds=timeout_s)
         backend = "gloo" if where.type == "cpu" else "nccl"
-        store = _store_of_this_attempt(limit)
+        store = _store_of_this_group(limit)
         if store is None:
             dist.init_process_group(backend, timeout=limit)
         else:
             rank = int(os.environ["RANK"])
             dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
+        _made = dist.group.WORLD
     return Ranks(int(os.environ.get("RANK", 0)), world_size), where
 
 
-def _store_of_this_attempt(timeout: datetime.timedelta) -> Store | None:
-    """Torchrun's key-value store under a prefix of this attempt, or None without one.
+_made: dist.ProcessGroup | None = None
+"""The process group that `init` has made."""
+_number = itertools.count()
+"""Of the group that is made next, in this process."""
+
+
+def _store_of_this_group(timeout: datetime.timedelta) -> Store | None:
+    """Torchrun's key-value store under a prefix of this attempt and group, or None without one.
 
     After a restart gloo may find the addresses of the processes that died under torch's own prefix, and then every
-    connection is refused (torch 2.13: in two of three restarts of a ten-line script).
+    connection is refused (torch 2.13: in two of three restarts of a ten-line script); and a second group of the same
+    processes those of the first.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timeout)
-    return PrefixStore(f"torchpod/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return PrefixStore(f"torchpod/{os.environ['TORCHELASTIC_RESTART_COUNT']}/{next(_number)}", store)
 
 
 LATE = ("timed out", "timeout")
@@ -152,6 +171,8 @@ def _together() -> Iterator[None]:
 
 
 def shutdown() -> None:
-    """Leaves the process group, if there is one."""
-    if dist.is_initialized():
+    """Leaves the process group, if `init` has made it."""
+    global _made
+    if _made is not None and _made is dist.group.WORLD:
         dist.destroy_process_group()
+    _made = None

@@ -22,7 +22,7 @@ from torchpod.processes import signal_group
 from torchpod.rollout import Recorder, Step
 from torchpod.sebulba.exchange import ClosedError, Exchange, Item, Phases
 from torchpod.sebulba.transfer import Handed, Port, hand_over, stream_of_its_own, take
-from torchpod.trees import contiguous
+from torchpod.trees import contiguous, reader, writer
 from torchpod.types import ActorOutput, Carry, TimeStep, Tree
 from torchpod.watched import close_all
 
@@ -43,7 +43,7 @@ def make_act(agent: Agent) -> Act:
         output, actor_state = bind(agent, variables).act(
             carry.timestep, carry.actor_state, random.at(actor_keys, count), True
         )
-        return output, actor_state, random.at(env_keys, count), count
+        return contiguous(output), contiguous(actor_state), random.at(env_keys, count), count
 
     return act
 
@@ -87,6 +87,7 @@ class Pool:
         self.env, self.carry, self.advance = env, carry, advance
         self.keys, self._phases, self._port = (env_keys, actor_keys), phases, port
         self._types, self._alike = _types(carry.timestep), False
+        self._leaves, self._tree = reader(carry.timestep), writer(carry.timestep)
         self.splits = splits(env)
         self._decided: Any = None
         self._native: Any = None
@@ -130,8 +131,8 @@ class Pool:
                 self.require_types(timestep)
                 raise
         self._phases.enter("inference")
-        # An image may be a view whose channels lie elsewhere in memory; programs are compiled for one order.
-        timestep = timestep._replace(observation=contiguous(timestep.observation))
+        # A view, as an image with its channels moved, lies otherwise in memory; programs are compiled for one order.
+        timestep = self._tree([contiguous(x) for x in self._leaves(timestep)])
         self.carry = Carry((), timestep, actor_state, count)
         return self.carry, output
 

@@ -358,6 +358,31 @@ def test_an_info_that_is_none_is_named(method):
         env.step(None, torch.zeros(1, dtype=torch.int64), keys(1))
 
 
+class Talkative(gymnasium.Env):
+    """Tells each time something of another shape, or what cannot be sent."""
+
+    observation_space, action_space = UNIT, spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return ONE, {"seen": np.zeros(2)}
+
+    def step(self, action):
+        self.count += 1
+        return ONE, 1.0, False, False, {"seen": np.zeros(2 + self.count + int(action)), "how": lambda: None}
+
+
+@pytest.mark.parametrize("processes", IN_THREAD_AND_PROCESSES)
+def test_an_info_may_hold_anything_for_nobody_reads_it(processes):
+    env = Gymnasium(Talkative, processes=processes)
+    try:
+        env.init(keys(2))
+        for _ in range(2):
+            assert env.step(None, torch.tensor([0, 1]), keys(2))[1].reward.tolist() == [1.0, 1.0]
+    finally:
+        env.close()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize(("low", "high"), [(-1, 1), (-np.inf, np.inf), ([-1, 0], [1, 3])])
 def test_actions_have_the_type_of_their_space(dtype, low, high):

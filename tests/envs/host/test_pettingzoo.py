@@ -417,6 +417,24 @@ def test_who_comes_is_seen_when_actions_are_repeated():
     assert alive[1] == [1, 1, 1] and observation[1:] == [[3, 13, 23], [5, 15, 25]]
 
 
+class Ordered(Leaving):
+    """Remembers in which order agents acted."""
+
+    possible_agents = [f"wolf_{i}" for i in range(8)]
+    order = []
+
+    def step(self, actions):
+        self.order.append(list(actions))
+        return super().step(actions)
+
+
+def test_agents_act_in_their_order_when_actions_are_repeated():
+    env = action_repeat(PettingZoo(Ordered), 2)
+    env.init(keys(1))
+    env.step(None, {"wolf": torch.zeros(1, 8, dtype=torch.int64)}, keys(1))
+    assert Ordered.order == [Ordered.possible_agents] * 2
+
+
 class Short(Leaving):
     """Forgets what it sees from its second step on."""
 

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 import torch
 from torchrl.data import Binary, Bounded, Composite, MultiOneHot, Unbounded
-from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import Compose, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecGymEnvTransform
 
 from torchpod import random, train
 from torchpod.actions import random_action
 from torchpod.commands.eval_run import eval_run
 from torchpod.config import ConfigError, load
+from torchpod.env import TensorEnv
 from torchpod.envs import Catch
 from torchpod.envs.host.torchrl import TorchRL
 from torchpod.interop.env_base import to_torchrl
 from torchpod.makers import make_env
 from torchpod.run.execute import execute
-from torchpod.specs import Array, Box, Discrete
+from torchpod.specs import Array, Box, Discrete, EnvSpec
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID
 
@@ -235,6 +236,40 @@ def test_masks_that_allow_nothing_or_do_not_fit_are_refused():
         TorchRL(functools.partial(Board, width=4))
 
 
+class Nested(TensorEnv):
+    """Has a mask in a dict of observations, which allows one action, another one in each row."""
+
+    spec = EnvSpec("nested", {"x": Array((2,)), "action_mask": Array((3,), torch.bool)}, Discrete(3), 5)
+
+    def reset(self, keys):
+        return random.uniform(keys, 2, 0.0, 3.0)
+
+    def transition(self, state, action, keys):
+        allowed = self.observe(state)["action_mask"].gather(-1, action[:, None])[:, 0]
+        return random.uniform(keys, 2, 0.0, 3.0), (~allowed).float(), action == 3
+
+    def observe(self, state):
+        return {"x": state, "action_mask": torch.arange(3) == state[:, :1].floor()}
+
+
+def test_a_nested_mask_is_one_if_there_is_no_other():
+    env = TorchRL(lambda num_envs=1: to_torchrl(Nested(), num_envs))
+    assert env.spec.observation == {"observation.x": Array((2,)), "action_mask": Array((3,), torch.bool)}
+    check_env(env)
+    _, timestep = env.init(keys(4))
+    for _ in range(12):
+        _, timestep = env.step(None, random_action(env.spec, timestep.observation, keys(4)), keys(4))
+        assert (timestep.reward == 0).all()
+
+    class Two(Count):
+        def __init__(self):
+            super().__init__()
+            mask = Binary(3, shape=(3,), dtype=torch.bool)
+            self.observation_spec = Composite(action_mask=mask, other=Composite(action_mask=mask.clone()))
+
+    assert set(TorchRL(Two).spec.observation) == {"action_mask", "other.action_mask"}
+
+
 def writes_other(change):
     """An environment whose `_step`, or whose `_reset`, writes something else than its specs say."""
 
@@ -325,6 +360,16 @@ def test_an_observation_of_several_shapes_is_refused():
         ValueError, match=r"the observation observation is of parts of several .*, \[3, -1\]; make it one"
     ):
         TorchRL(lambda: GymEnv("Blackjack-v1"))
+
+
+def test_a_batch_that_gymnasium_resets_is_refused():
+    """It resets a row in the step that ends it, and all or none of the others later."""
+    for make in (
+        lambda: TransformedEnv(Count(2), VecGymEnvTransform()),
+        lambda num_envs=1: TransformedEnv(Count(num_envs), Compose(VecGymEnvTransform(), StepCounter())),
+    ):
+        with pytest.raises(ValueError, match=r"Gymnasium resets by itself, such as GymEnv\(.*; use one GymEnv per row"):
+            TorchRL(make)
 
 
 def three():

@@ -269,14 +269,16 @@ def test_what_a_worker_process_has_started_ends_with_it(tmp_path):
 
 
 class Drawing(Plain):
+    observation_space = spaces.Box(0.0, 1.0, (2,))
+
     def reset(self, *, seed=None, options=None):
-        return np.full(1, np.random.random(), np.float32), {}
+        return np.array([np.random.random(), torch.rand(()).item()], np.float32), {}
 
 
-def test_worker_processes_draw_apart_from_each_other_with_numpys_own_generator():
+def test_worker_processes_draw_apart_from_each_other_with_the_generators_of_numpy_and_torch():
     env = Gymnasium(Drawing, processes=True)
     try:
-        assert len(env.init(keys(4))[1].observation.unique()) == 4
+        assert [len(x.unique()) for x in env.init(keys(4))[1].observation.T] == [4, 4]
     finally:
         env.close()
 
