@@ -277,6 +277,16 @@ def test_one_that_goes_to_another_process_goes_on_there():
     assert (there.rollout(5, break_when_any_done=False) == expected).all()
 
 
+def test_one_that_is_sent_to_another_device_goes_on_there():
+    env = to_torchrl(CartPole(), num_envs=3)
+    env.reset()
+    moved = TransformedEnv(env, StepCounter()).to("meta")  # where nothing is computed
+    td = env.rand_action(env.fake_tensordict().exclude("next"))
+    for found in (env._step(td), env._reset()):
+        assert {x.device.type for x in found.values()} == {"meta"} == {moved.device.type}
+    assert env._first_action.device.type == env._was_last.device.type == "meta"
+
+
 def test_what_was_returned_may_be_written_to():
     env = to_torchrl(Ladder(), 1)
     first = env.reset()

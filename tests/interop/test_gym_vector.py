@@ -212,6 +212,11 @@ def test_wrong_things_are_named():
             pendulum.step([[0.0], [value]])
     with pytest.raises(ValueError, match="2 seeds came for 3 environments"):
         venv.reset(seed=[1, 2])
+    with pytest.raises(ValueError, match=r"seeds must be integers, and \[1, None, 3\] came; give one for each"):
+        venv.reset(seed=[1, None, 3])  # pyright: ignore[reportArgumentType]  # that is the point
+    for wrong, told in ((CartPole, "the class CartPole"), ("cartpole", "'cartpole'")):
+        with pytest.raises(ValueError, match=rf"such as torchpod.envs.CartPole\(\), and got {told}"):
+            VectorEnv(wrong, 3)  # pyright: ignore[reportArgumentType]  # that is the point
     with pytest.raises(ValueError, match="no options of reset; .*low"):
         venv.reset(options={"low": 1})
     with pytest.raises(ValueError, match="num_envs=0 must be at least 1"):

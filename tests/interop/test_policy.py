@@ -10,14 +10,14 @@ import torch
 from tensordict import TensorDict
 from torch.utils import _pytree as pytree
 from torchrl.data import Unbounded
-from torchrl.envs import Compose, InitTracker, TensorDictPrimer, TransformedEnv
+from torchrl.envs import Compose, GymEnv, InitTracker, SerialEnv, StepCounter, TensorDictPrimer, TransformedEnv
 
 from torchpod import checkpoint, random
 from torchpod.agent import variables_of
 from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.sac import SAC, SACConfig
-from torchpod.commands.export_run import export_run
+from torchpod.commands.export_run import _bounds, export_run
 from torchpod.config import load
 from torchpod.env import TensorEnv
 from torchpod.envs import CartPole, Catch, MemoryChain, Pendulum, TagGridWorld
@@ -27,7 +27,7 @@ from torchpod.interop.policy import Greedy
 from torchpod.main import main
 from torchpod.rollout import make_step, start, unroll
 from torchpod.run.execute import execute
-from torchpod.specs import Array, Discrete, EnvSpec
+from torchpod.specs import Array, Box, Discrete, EnvSpec
 from torchpod.types import FIRST
 
 SMALL = ["compile=false", "logger.console=false", "num_envs=8", "total_env_steps=256", "algo.unroll_length=16"]
@@ -107,9 +107,98 @@ def test_wrong_variables_are_named():
     variables = made(agent) | {"other": torch.zeros(1)}
     with pytest.raises(ValueError, match="not those of PPO: other is in one of them alone"):
         policy_module(agent, variables)
+    members = {name: torch.stack([x, x]) for name, x in made(agent).items()}
+    with pytest.raises(ValueError, match=r"those of PPO: .* has shape \[2, .*of a population give those of one member"):
+        policy_module(agent, members)
     agent = PPO(CartPole().spec, PPOConfig(hidden=(8,), recurrent=4, normalize_reward=True))
     with pytest.raises(ValueError, match="the recurrent state of PPO is a tree"):
         policy_module(agent, made(agent))
+
+
+class SeesReward(PPO):
+    """Acts on the last reward."""
+
+    def __init__(self, spec, config: PPOConfig):
+        super().__init__(spec, config)
+
+    def act(self, timestep, state, keys, explore=True):
+        out, state = super().act(timestep, state, keys, explore)
+        return (out if explore else out._replace(action=(timestep.reward > 0).long())), state
+
+
+class Counts(SeesReward):
+    """Acts on how often it has acted, whatever `recurrent` says."""
+
+    def initial_state(self, batch_size):
+        return {"count": torch.zeros(batch_size), "own": super().initial_state(batch_size)}
+
+    def act(self, timestep, state, keys, explore=True):
+        count = torch.where(timestep.step_type == FIRST, 0.0, state["count"] + 1)
+        out, own = PPO.act(self, timestep, state["own"], keys, explore)
+        return (out if explore else out._replace(action=(count % 2).long())), {"count": count, "own": own}
+
+
+@pytest.mark.parametrize(("kind", "recurrent"), [(SeesReward, 0), (SeesReward, 8), (Counts, 0)])
+def test_an_agent_that_acts_on_more_than_its_observation_is_refused(kind, recurrent):
+    agent = kind(CartPole().spec, PPOConfig(hidden=(8,), recurrent=recurrent))
+    row = {"observation": torch.zeros(3, 4)}
+    if recurrent:
+        row |= {"is_init": torch.zeros(3, 1, dtype=torch.bool), "state": torch.zeros(3, recurrent)}
+    seen = "observation, state and first;" if recurrent else r"observation alone \(recurrent is False\);"
+    told = f"action of {kind.__name__} depends on more, such as the last reward or a state, than .* given, {seen}"
+    module = policy_module(agent, made(agent))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=told):
+            module(TensorDict(row, [3]))
+
+
+def test_one_of_many_agents_that_acts_on_more_is_refused():
+    class Team(IPPO):
+        def act(self, timestep, state, keys, explore=True):
+            out, state = super().act(timestep, state, keys, explore)
+            return out._replace(action={g: (timestep.reward[g] > 0).long() for g in out.action}), state
+
+    env = TagGridWorld()
+    agent = Team(env.spec, IPPOConfig(hidden=(8,)))
+    with pytest.raises(ValueError, match="the greedy action of Team depends on more, such as"):
+        to_torchrl(env, 2).rollout(2, policy_module(agent, made(agent)))
+
+
+def test_actions_are_one_hot_where_gymnasium_in_torchrl_takes_them_so():
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,)))
+    weights = made(agent)
+    rollout = GymEnv("CartPole-v1").rollout(8, policy_module(agent, weights, one_hot=2))
+    assert torch.equal(rollout["action"].argmax(-1), agent_at(agent, weights, rollout["observation"]))
+    assert rollout["action"].shape[1:] == (2,) and (rollout["action"].sum(-1) == 1).all()
+    agent = PPO(Pendulum().spec, PPOConfig(hidden=(8,)))
+    with pytest.raises(
+        ValueError, match="one_hot=2 is the number of values of a discrete .* takes torch.float32 up to"
+    ):
+        policy_module(agent, made(agent), one_hot=2)(TensorDict({"observation": torch.zeros(2, 3)}, [2]))
+    agent = IPPO(TagGridWorld().spec, IPPOConfig(hidden=(8,)))
+    with pytest.raises(ValueError, match="one_hot=5 is for one agent, and IPPO has many; leave it out"):
+        policy_module(agent, made(agent), one_hot=5)
+
+
+def cartpole():
+    return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+
+@pytest.mark.parametrize("make", [cartpole, lambda: SerialEnv(2, cartpole)])
+def test_a_memory_is_carried_with_a_batch_axis_and_without(make):
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,), recurrent=8))
+    weights = made(agent)
+    primer = TensorDictPrimer({"state": Unbounded(torch.Size([8]))}, expand_specs=True)
+    env = TransformedEnv(make(), Compose(StepCounter(8), InitTracker(), primer))
+    rollout = env.rollout(30, policy_module(agent, weights), break_when_any_done=False)
+    env.close()
+    lead = rollout.batch_size[:-1]
+    rows, policy, state = rollout.reshape(-1, 30), Greedy(agent, weights), agent.initial_state(lead.numel())
+    for t in range(30):
+        action, state = policy(rows["observation"][:, t], rows["is_init"][:, t, 0], state)
+        assert torch.equal(rows["action"][:, t], action)
+        torch.testing.assert_close(rows["next", "state"][:, t], state)
+    assert rollout["action"].shape == (*lead, 30) and rows["is_init"].sum() > 3 * len(rows)
 
 
 def test_a_policy_with_a_memory_plays_in_torchrl(seed):
@@ -340,6 +429,25 @@ def test_r2d2_is_exported_with_its_state(tmp_path: Path, monkeypatch, seed):
     pytree.tree_map(lambda x, y: torch.testing.assert_close(x, y), state, steps.last_actor_state)
     assert (steps.timestep.step_type == FIRST).sum() > 5
     assert all(x.std() > 0 for x in pytree.tree_leaves(state))
+
+
+def test_a_run_of_an_agent_that_acts_on_rewards_is_not_exported(tmp_path: Path):
+    trained(tmp_path / "run", f"algo={__file__}:SeesReward", "env=cartpole")
+    with pytest.raises(ValueError, match="of SeesReward depends on more, .*; use run.policy, which is given timesteps"):
+        export_run(tmp_path / "run")
+    assert not (tmp_path / "run" / "policy.pt2").exists()
+
+
+def test_exported_actions_keep_the_bounds_that_the_command_tells(tmp_path: Path, monkeypatch, seed):
+    torch.manual_seed(seed)
+    agent, weights = moved(tmp_path / "run", monkeypatch, None, "env=pendulum")
+    assert " -> action in [-2, 2], of checkpoint " in export_run(tmp_path / "run")
+    program, far = torch.export.load(tmp_path / "run" / "policy.pt2").module(), 100 * torch.randn(50, 3)
+    action = agent_at(agent, weights, far)
+    assert action.abs().max() > 2
+    torch.testing.assert_close(program(far), action.clamp(-2, 2), rtol=1e-4, atol=1e-4)
+    assert _bounds({"scout": Discrete(2), "tank": Box((2,), 0.0)}) == " with tank in [0, inf]"
+    assert _bounds(Box((2,))) == _bounds({"scout": Discrete(2)}) == ""
 
 
 @pytest.mark.parametrize("algo", ["ippo", "mappo"])

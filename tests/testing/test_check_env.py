@@ -185,6 +185,28 @@ class ReusesBuffer(HostEnv):
         return state, timestep._replace(observation={"place": self.buffer})
 
 
+class ReusesBuffers(HostEnv):
+    """Two, in turn: what it returned last is never written into."""
+
+    def init(self, keys):
+        state, timestep = super().init(keys)
+        self.buffers = [timestep.observation["place"].clone() for _ in range(2)]
+        return state, timestep._replace(observation={"place": self.buffers[0]})
+
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        self.buffers.reverse()
+        self.buffers[0].copy_(timestep.observation["place"])
+        return state, timestep._replace(observation={"place": self.buffers[0]})
+
+
+class WritesAction(HostEnv):
+    """Brings actions to the units of a simulator where they are."""
+
+    def step(self, state, action, keys):
+        return super().step(state, action.mul_(0.5), keys)
+
+
 class GlobalGenerator(Walk):
     def transition(self, state, action, keys):
         return super().transition(state + 0.01 * torch.rand_like(state), action, keys)
@@ -378,6 +400,11 @@ class NoTraits(Walk):
         (Untimed, "LAST with a discount above 0 means truncation, which comes only after spec.max_episode_steps=None"),
         (WritesState, "step() must not modify its arguments; it changed (state, action, keys)[0][0]."),
         (lambda: ReusesBuffer(Walk()), "step() must return new tensors; it wrote into timestep.observation['place']"),
+        (
+            lambda: ReusesBuffers(Walk()),
+            "step() must return new tensors; it wrote into timestep.observation['place'] of step 0, which it had",
+        ),
+        (lambda: WritesAction(Walk()), "step() must not modify its arguments; it changed (state, action, keys)[1]."),
         (GlobalGenerator, "step() must be a function of state, action and keys; two equal calls differ in"),
         (RandomInit, "init() must be a function of its keys; two equal calls differ in"),
         (Counts, "step() must be a function of state, action and keys; two equal calls differ in"),

@@ -16,6 +16,7 @@ from torchpod.files import replacing
 from torchpod.interop.policy import Greedy
 from torchpod.makers import make_agent, make_env
 from torchpod.run.folder import read_config
+from torchpod.specs import Box, SpecTree
 from torchpod.types import Tree
 from torchpod.watched import close_all
 
@@ -26,7 +27,8 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
     """Writes the policy of the newest checkpoint; a line that says what it takes and returns.
 
     The program is `(observation [B, ...]) -> action [B] or [B, A]` for any B, on the CPU; with a recurrent state
-    `(observation, first [B] bool, state [B, ...]) -> (action, state)`, which begins at zeros of the shape said.
+    `(observation, first [B] bool, state [B, ...]) -> (action, state)`, which begins at zeros of the shape said. Actions
+    of a Box are clipped to its bounds.
 
     Args:
       run_dir: the run folder.
@@ -35,7 +37,8 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
 
     Raises:
       CheckpointError: if the folder is no run, or its checkpoint is damaged or does not fit.
-      ValueError: if the file has another suffix, the member is none, or the policy cannot be exported.
+      ValueError: if the file has another suffix, the member is none, or the policy cannot be exported, or depends on
+        more than these.
       OSError: if the file cannot be written.
     """
     out = run_dir / "policy.pt2" if out is None else out
@@ -63,8 +66,10 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
         _, timestep = env.init(random.split(random.key(0), EXAMPLE_SIZE))
     finally:
         close_all([env])
-    policy = Greedy(agent, weights, env.spec.groups).eval()
-    program, arguments = _exported(policy, pytree.tree_map(torch.clone, timestep.observation))
+    policy = Greedy(agent, weights, env.spec.groups, env.spec.action).eval()
+    observation = pytree.tree_map(torch.clone, timestep.observation)
+    policy.check(observation)
+    program, arguments = _exported(policy, observation)
     try:
         written = io.BytesIO()  # to a file that cannot be written, torch's writer ends the process
         torch.export.save(program, written)
@@ -75,7 +80,8 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
             f"{out} cannot be written ({error.strerror or error}); name another file with --out FILE.pt2."
         ) from error
     takes = ", ".join(f"{name} {_described(value)}" for name, value in arguments.items())
-    gives = "(action, state)" if policy.has_state else "action"
+    action = "action" + _bounds(env.spec.action)
+    gives = f"({action}, state)" if policy.has_state else action
     return f"wrote {out}: ({takes}) -> {gives}, of checkpoint {folder.name}"
 
 
@@ -95,6 +101,15 @@ def _exported(policy: Greedy, observation: Tree) -> tuple[Any, dict[str, Tree]]:
         raise ValueError(
             f"the policy cannot be exported: {first}. An agent's act may not depend on the values of its tensors."
         ) from error
+
+
+def _bounds(spec: SpecTree) -> str:
+    """Of the floats that an action is, if they have some."""
+    if isinstance(spec, dict):
+        told = [name + bounds for name, inner in spec.items() if (bounds := _bounds(inner))]
+        return f" with {', '.join(told)}" if told else ""
+    bounded = isinstance(spec, Box) and (spec.low, spec.high) != (-float("inf"), float("inf"))
+    return f" in [{spec.low:g}, {spec.high:g}]" if bounded else ""
 
 
 def _described(value: Tree) -> str:

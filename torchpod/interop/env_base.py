@@ -93,6 +93,12 @@ class TorchRLEnv(EnvBase):
         self._discount: Tree = None
         self._set_seed(seed)
 
+    def to(self, device: torch.device | str | int) -> EnvBase:
+        """See `EnvBase.to`; the game goes on there."""
+        for name in ("_keys", "_state", "_seen", "_discount", "_was_last", "_first_action"):
+            setattr(self, name, pytree.tree_map(lambda x: x if x is None else x.to(device), getattr(self, name)))
+        return super().to(device)
+
     def _one_step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:
         return contiguous(self._env.step(state, action, keys))
 

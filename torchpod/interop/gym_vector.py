@@ -24,7 +24,7 @@ from torchpod.actions import require_finite
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
 from torchpod.envs import MAKERS
-from torchpod.specs import Array, Box, Discrete, MultiDiscrete, SpecTree
+from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete, SpecTree
 from torchpod.trees import contiguous
 from torchpod.types import LAST, TimeStep, Tree
 
@@ -64,6 +64,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs={num_envs} must be at least 1.")
+        if not isinstance(getattr(env, "spec", None), EnvSpec):
+            found = f"the class {env.__name__}" if isinstance(env, type) else repr(env)
+            raise ValueError(f"VectorEnv takes an environment such as torchpod.envs.CartPole(), and got {found}.")
         if not env.traits.pure:
             raise ValueError(
                 f"{env.spec.name} is stepped on the host; VectorEnv takes environments that are tensor programs."
@@ -100,8 +103,11 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """
         if options:
             raise ValueError(f"{self._env.spec.name} has no options of reset; {sorted(options)} came, leave them out.")
-        if seed is not None and not isinstance(seed, int | np.integer) and len(seed) != self.num_envs:
-            raise ValueError(f"{len(seed)} seeds came for {self.num_envs} environments; give one, or one for each.")
+        if seed is not None and not isinstance(seed, int | np.integer):
+            if len(seed) != self.num_envs:
+                raise ValueError(f"{len(seed)} seeds came for {self.num_envs} environments; give one, or one for each.")
+            if not all(isinstance(each, int | np.integer) for each in seed):
+                raise ValueError(f"seeds must be integers, and {list(seed)} came; give one for each environment.")
         self._count += 1
         if seed is not None or self._keys is None:
             self._keys, self._count = self._keys_of(self._seed if seed is None else seed), 0

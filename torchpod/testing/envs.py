@@ -36,6 +36,8 @@ from torchpod.watched import close_all
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 """Between eager, vmapped and compiled floats: kernels differ in the last bits."""
+KEPT = 64
+"""Timesteps that are looked at once more at the end: loops stack an unroll when it is over."""
 
 
 class _Call(NamedTuple):
@@ -147,17 +149,19 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
     state_form, timestep_form = form(state) if pure else None, form(timestep)
     count = torch.zeros_like(timestep.step_type)
     calls: list[_Call] = []
+    kept: list[tuple[TimeStep, TimeStep]] = []
     seen_last = seen_reset = False
     for i in range(1, num_steps + 1):
         keys = random.at(env_keys, i)
         action = random_action(spec, timestep.observation, random.at(action_keys, i))
-        before = clone((state if pure else (), action, keys))
-        timestep_before = clone(timestep)
+        arguments = state if pure else (), action, keys
+        before, timestep_before = clone((arguments, timestep))
+        if len(kept) < KEPT:
+            kept.append((timestep, timestep_before))
         step = functools.partial(env.step, state, action, keys)
         new_state, new = _pair(_watched(env, step) if i == 1 else step(), "step")
-        if pure:
-            changed = difference((state, action, keys), before, "(state, action, keys)")
-            require(changed is None, f"step() must not modify its arguments; it changed {changed}.")
+        changed = difference(arguments, before, "(state, action, keys)")
+        require(changed is None, f"step() must not modify its arguments; it changed {changed}.")
         changed = difference(timestep, timestep_before, "timestep")
         require(
             changed is None,
@@ -175,6 +179,13 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
             calls.append(_Call(before[0], before[1], before[2], was_last.clone(), clone((new_state, new))))
         seen_last, seen_reset = seen_last or is_last, seen_reset or is_reset
         state, timestep = new_state, new
+    for i, (early, early_before) in enumerate(kept):
+        changed = difference(early, early_before, "timestep")
+        require(
+            changed is None,
+            f"step() must return new tensors; it wrote into {changed} of step {i}, which it had returned before: loops "
+            "keep those of an unroll.",
+        )
     return calls
 
 
