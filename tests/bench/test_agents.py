@@ -1,6 +1,7 @@
 """Suite agents: what a run's summary says becomes a row, and a run that fails is told."""
 
 import json
+import time
 
 import pytest
 
@@ -46,6 +47,11 @@ def test_what_there_was_no_time_for_is_told(tmp_path, monkeypatch, capsys):
     assert agents.main(str(out), cases=[Case("sac_pendulum", 600)], budget_s=-1.0) == 1
     assert "sac_pendulum/8: not measured, the time is over; use --only sac_pendulum." in capsys.readouterr().err
     assert json.loads(out.read_text())["rows"] == []
+
+
+def test_a_run_that_is_not_over_in_time_is_stopped():
+    with pytest.raises(harness.WorkerError, match="the run was still running after 1 s and was stopped"):
+        agents.rate(Case("sac_pendulum", 600), 0, None, SMALL, time.monotonic() + 1.0)
 
 
 def test_every_case_is_a_run():
