@@ -1,3 +1,4 @@
+import math
 import threading
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torchpod import random
 from torchpod.agent import Agent, variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.compile import Compiler
+from torchpod.config import ConfigError, load
 from torchpod.distributed import Ranks
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.specs import Array, Discrete, EnvSpec
@@ -359,7 +361,7 @@ class Quadratic(Agent):
 
 
 @pytest.mark.parametrize("anneal", [False, True, "schedule"])
-@pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 1e6, math.inf])
 def test_clipping_annealing_and_adam_equal_torchs(seed, max_grad_norm, anneal):
     length, size, iterations = 4, 5, 6
     torch.manual_seed(seed)
@@ -611,3 +613,9 @@ def test_schedules_that_cannot_work_are_refused(schedules, message):
     learner = Learner(agent, LearnerConfig(anneal=("coefficient",), schedules=schedules), num_iterations=4)
     with pytest.raises(ValueError, match=message):
         learner.init(*variables_of(agent))
+
+
+def test_a_clip_of_nothing_is_written_inf_and_one_of_everything_is_refused():
+    assert load(["algo.learner.max_grad_norm=inf"]).algo.learner.max_grad_norm == math.inf
+    with pytest.raises(ConfigError, match=r"algo.learner.max_grad_norm=0.0 must lie from 1e-09 to inf\."):
+        load(["algo.learner.max_grad_norm=0"])

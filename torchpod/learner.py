@@ -50,8 +50,8 @@ class LearnerConfig:
     """`{entropy_coefficient: [[0, 0.5], [5e7, 0.05]]}`: a hyperparameter of the agent, `learning_rate` or
     `learning_rate.GROUP` by points (environment steps, value): straight lines between them, constant before and after.
     Steps count as those of total_env_steps do. It takes the place of the setting, and of its annealing."""
-    max_grad_norm: float | dict[str, float] = bounded(0.5, least=0)
-    """Global-norm clip of each optimizer group; or one per optimizer group."""
+    max_grad_norm: float | dict[str, float] = bounded(0.5, least=1e-9)
+    """Global-norm clip of each optimizer group, or one per group; inf, in a file .inf, clips nothing."""
     beta1: float = bounded(0.9, least=0, most=0.999999)  # of 1 nothing would be learned, or divided by 0
     """Decay of Adam's mean of gradients."""
     beta2: float = bounded(0.999, least=0, most=0.999999)

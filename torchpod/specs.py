@@ -1,6 +1,7 @@
 """Shapes and ranges of what environments emit and accept, without the batch axis."""
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,24 @@ class Array:
 
 @dataclass(frozen=True)
 class Box:
-    """A float tensor within `[low, high]`, elementwise."""
+    """A float tensor, each number of which is within `[low, high]`, a pair for all of them.
+
+    Where the numbers of an action have bounds of their own, let it be `Box(shape, -1.0, 1.0)` and scale it in the
+    environment, as torchpod.envs.Gymnasium does.
+    """
 
     shape: tuple[int, ...]
     low: float = -float("inf")
     high: float = float("inf")
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(x, numbers.Real) for x in (self.low, self.high)) or not self.low <= self.high:
+            raise ValueError(
+                f"Box(shape, low, high) needs two numbers, low <= high, for all of its entries, not low={self.low!r} "
+                f"and high={self.high!r}; where entries differ in their bounds, use Box(shape, -1.0, 1.0) and scale "
+                "them in the environment."
+            )
 
     @property
     def bounded(self) -> bool:

@@ -1,10 +1,12 @@
 """check_agent passes what keeps the contract, and names the rule that each broken agent breaks."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from torchpod import random
 from torchpod.agent import Agent
@@ -128,7 +130,7 @@ class Reports(Small):
     def features(self, observation):
         return self.fixed(super().features(observation))
 
-    def statistics(self, trajectory):
+    def statistics(self, trajectory) -> dict[str, Any]:
         t = trajectory.timestep
         return {"moments": (t.observation[1:], (t.step_type[1:] != FIRST).float())}
 
@@ -445,13 +447,122 @@ def test_an_agent_that_cannot_be_traced_is_named():
             torch._dynamo.graph_break()
             return super().act(timestep, state, keys, explore)
 
-    with pytest.raises(ContractError, match=re.escape("act() must work compiled in one graph; it raised")):
+    told = r"act\(\) must work compiled in one graph; it raised .* line \d+: `torch._dynamo.graph_break\(\)`\)\.$"
+    with pytest.raises(ContractError, match=told):
         check_agent(Prints(), Catch(rows=4, columns=3))
 
 
-def test_the_quick_check_leaves_out_what_a_single_run_may_do_without():
-    for kind in (UnusedParameter, Branches):
+class Layered(Small):
+    """With a module between observation and heads."""
+
+    layer: nn.Module
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+
+    def features(self, observation):
+        x = observation.flatten(-3)
+        is_sequence = isinstance(self.layer, nn.RNNBase)
+        y = self.layer(x.reshape(1, -1, 12) if is_sequence else x.reshape(-1, 12))
+        return (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule"),
+    [
+        (
+            nn.BatchNorm1d(12),
+            "layer is a BatchNorm1d with running statistics, which it writes into its buffers; use nn.L",
+        ),
+        (
+            nn.Sequential(nn.Dropout(0.25)),
+            "layer.0 is a Dropout with p=0.25, which draws from torch's generator; leave",
+        ),
+        (
+            nn.GRU(12, 12),
+            "layer is a GRU, which neither torch.vmap, and so no population, nor torch.compile knows; use ",
+        ),
+        (nn.LSTM(12, 12), "layer is a LSTM, which neither"),
+    ],
+)
+def test_modules_that_are_no_pure_functions_are_named(layer, rule):
+    with pytest.raises(ContractError, match=re.escape(rule)):
+        check_agent(Layered(layer), Catch(rows=4, columns=3), compile=False)
+
+
+OwnGRU = type("OwnGRU", (nn.GRU,), {"forward": lambda self, x: x @ self.weight_ih_l0[:12].T})
+"""Of operations that can be mapped, as TorchRL's."""
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(12).eval(), nn.Dropout(0.0), nn.Dropout().eval(), OwnGRU(12, 12)])
+def test_modules_that_do_no_harm_pass(layer):
+    check_agent(Layered(layer), Catch(rows=4, columns=3), compile=False)
+
+
+class OneHot(Small):
+    def loss(self, batch, keys, target):
+        chosen = F.one_hot(batch.steps["action"], 3).float()
+        out = super().loss(batch, keys, target)
+        return out._replace(metrics={"chosen": (chosen[:, 0] * batch.steps["weight"]).sum()})
+
+
+class Indexes(Small):
+    def loss(self, batch, keys, target):
+        rows = batch.steps["weight"][batch.steps["reward"] > 0]
+        return super().loss(batch, keys, target)._replace(metrics={"rows": rows.sum()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "repair"),
+    [
+        (OneHot, 'chosen = F.one_hot(batch.steps["action"], 3).float()', "use torchpod.ops.features.one_hot"),
+        (
+            Indexes,
+            'rows = batch.steps["weight"][batch.steps["reward"] > 0]',
+            "keep all rows: choose by torch.where, or",
+        ),
+        (Branches, "if timestep.observation.sum() < 0:", "keep numbers tensors, and choose by torch.where."),
+    ],
+)
+def test_the_line_that_cannot_be_mapped_is_named_and_what_to_write_instead(kind, line, repair):
+    pattern = rf"it raised RuntimeError: .* \(test_check_agent.py, line \d+: `{re.escape(line)}`\); {re.escape(repair)}"
+    with pytest.raises(ContractError, match=pattern):
+        check_agent(kind(), Catch(rows=4, columns=3), compile=False)
+
+
+class ForgotRecurrent(Recurrent):
+    recurrent = False
+
+
+class Misnames(Small):
+    def prepare(self, trajectory, keys):
+        return super().prepare(trajectory, keys)._replace(steps={"weight": trajectory.output.extras["values"]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            ForgotRecurrent,
+            r"^loss\(\) must not raise, and of its first batch it raised TypeError: .* \(test_check_agent.py, line "
+            r"\d+: `b, memory, log_prob = .*`\)\. If loss\(\) needs the state that .*, say recurrent = True\.$",
+        ),
+        (
+            Misnames,
+            r"^prepare\(\) must not raise, and of its first batch it raised KeyError: 'values' \(test_check_agent.py, "
+            r"line \d+: `return super\(\).prepare.*`\)\.$",
+        ),
+    ],
+)
+def test_a_method_that_raises_is_named_with_its_line(kind, told):
+    with pytest.raises(ContractError, match=told):
         check_agent(kind(), Catch(rows=4, columns=3), quick=True)
+
+
+def test_the_quick_check_leaves_out_what_a_single_run_may_do_without():
+    for agent in (UnusedParameter(), Branches(), Layered(nn.GRU(12, 12))):
+        check_agent(agent, Catch(rows=4, columns=3), quick=True)
     with pytest.raises(ContractError, match="weighted by steps"):
         check_agent(ForgetsWeight(), Catch(rows=4, columns=3), quick=True)
 

@@ -1,14 +1,19 @@
 """`check_agent`: calls every method of an agent as the loops do, and requires the contract of agent.py."""
 
 import copy
+import os
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from torchpod import random
+from torchpod import blame, random
 from torchpod.actions import lead_of, mask_by_choice, mask_of
 from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.dealer import weight_of, weights_of
@@ -35,6 +40,16 @@ from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput, TimeStep
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 """Between sums in different orders: vmapped, permuted, split."""
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_INSTEAD = {
+    "one_hot(": "use torchpod.ops.features.one_hot, which looks at no value",
+    "random operation": "draw from the keys, by torchpod.random",
+    "dynamic shape": "keep all rows: choose by torch.where, or give rows weight 0",
+    "out-of-place": "compute new tensors, and write into none",
+    "data-dependent": "keep numbers tensors, and choose by torch.where",
+    ".item()": "keep numbers tensors, and choose by torch.where",
+}
+"""What stands in a line that cannot be mapped or compiled, or in what torch says of it; and what to do."""
 
 
 def check_agent(
@@ -71,6 +86,7 @@ def check_agent(
     if num_envs < 2 or num_envs % 2:
         raise ValueError(f"num_envs={num_envs} cannot be cut in halves; use an even number.")
     agent = copy.deepcopy(agent).to(device)
+    _check_modules(agent, alone=quick)
     root = random.key(seed, device)
     env_keys, actor_keys, keys = (random.split(random.fold_in(root, i), num_envs) for i in range(3))
     params, buffers = variables_of(agent)
@@ -97,7 +113,7 @@ def check_agent(
             gradients |= torch.func.grad(lambda p, g=group: loss(own | p, batch, keys)[0][g])(part)
         return gradients
 
-    _check_loss(groups, params, buffers, minibatch, keys[0], loss)
+    _check_loss(agent, groups, params, buffers, minibatch, keys[0], loss)
     _check_weights(agent, params, minibatch, keys, loss, gradient)
     if quick:
         return
@@ -147,6 +163,29 @@ def _perturb(params: Variables, key: Tensor) -> Variables:
         name: value + 0.01 * random.normal(random.fold_in(key, i), value.numel()).reshape(value.shape).to(value.dtype)
         for i, (name, value) in enumerate(params.items())
     }
+
+
+def _check_modules(agent: Agent, *, alone: bool) -> None:
+    """Refuses those that no pure function of parameters and keys can hold, or, if not `alone`, no population."""
+    for name, module in agent.named_modules():
+        what = f"{name} is a {type(module).__name__}"
+        if isinstance(module, _NormBase):
+            require(
+                not (module.track_running_stats and module.training),
+                f"{what} with running statistics, which it writes into its buffers; use nn.LayerNorm, or "
+                "torchpod.nets.RunningMoments with Agent.statistics, or, in a pretrained network, call its eval().",
+            )
+        if isinstance(module, _DropoutNd):
+            require(
+                module.p == 0 or not module.training,
+                f"{what} with p={module.p:g}, which draws from torch's generator; leave it out (p=0), or multiply by a "
+                "mask drawn from the keys, (random.uniform(keys, n) >= p) / (1 - p).",
+            )
+        require(
+            alone or type(module) not in (nn.RNN, nn.GRU, nn.LSTM),
+            f"{what}, which neither torch.vmap, and so no population, nor torch.compile knows; use GRUCell or LSTMCell "
+            "of torchpod.nets, step by step.",
+        )
 
 
 def _check_groups(agent: Agent) -> dict[str, list[str]]:
@@ -294,7 +333,7 @@ def _windows(agent: Agent, trajectory: Trajectory) -> Trajectory:
 
 def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
     before = clone(trajectory)
-    batch = bind(agent, variables).prepare(trajectory, keys)
+    batch = _called(agent, "prepare()", lambda: bind(agent, variables).prepare(trajectory, keys))
     require(isinstance(batch, Batch), f"prepare() must return a Batch; it returned a {type(batch).__name__}.")
     require(
         isinstance(batch.steps, dict) and "weight" in batch.steps,
@@ -387,10 +426,16 @@ def _minibatch(agent: Agent, batch: Batch) -> Batch:
 
 
 def _check_loss(
-    groups: dict[str, list[str]], params: Variables, buffers: Variables, batch: Batch, key: Tensor, loss: Callable
+    agent: Agent,
+    groups: dict[str, list[str]],
+    params: Variables,
+    buffers: Variables,
+    batch: Batch,
+    key: Tensor,
+    loss: Callable,
 ) -> None:
     before = clone(batch)
-    losses, out = loss(params, batch, key)
+    losses, out = _called(agent, "loss()", lambda: loss(params, batch, key))
     require(
         set(losses) == set(groups),
         f"loss() must return one loss per name of optimizer_groups(), {sorted(groups)}; it returned {sorted(losses)}.",
@@ -504,5 +549,37 @@ def _works(how: str, name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        message = str(error).strip().split("\n")[0]
-        raise ContractError(f"{name} must work {how}; it raised {type(error).__name__}: {message}") from error
+        told, text = _raised(error)
+        instead = next((f"; {repair}" for part, repair in _INSTEAD.items() if part in f"{text} {error}"), "")
+        raise ContractError(f"{name} must work {how}; it raised {told}{instead}.") from error
+
+
+def _called(agent: Agent, name: str, call: Callable[[], Any]) -> Any:
+    """The first call of a method, which says where it fails."""
+    try:
+        return call()
+    except (ContractError, NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if isinstance(error, ValueError) and frame.f_code.co_filename.startswith(_OURS):
+            raise  # a sentence of ours
+        kept = not agent.recurrent and bool(pytree.tree_leaves(agent.initial_state(2)))
+        more = " If loss() needs the state that initial_state() makes, say recurrent = True." if kept else ""
+        raise ContractError(
+            f"{name} must not raise, and of its first batch it raised {_raised(error)[0]}.{more}"
+        ) from error
+
+
+def _raised(error: Exception) -> tuple[str, str]:
+    """What was raised at which line of the user's, and what stands there."""
+    message = str(error).strip().split("\n")[0]
+    if message.startswith("vmap: It looks like"):  # and goes on about what it could be
+        message = message.partition(". ")[0]
+    told = f"{type(error).__name__}: {message.rstrip('.')}"
+    traced = [x for x in getattr(error, "real_stack", None) or () if not x.filename.startswith(_OURS)]  # by Dynamo
+    found = blame.frames(error) + [blame.Frame(compile("", x.filename, "exec"), x.lineno or 0) for x in traced]
+    own = [frame for frame in found if frame.is_users]
+    if not own:
+        return told, ""
+    return f"{told} ({Path(own[-1].code.co_filename).name}, line {own[-1].line}: `{own[-1].text}`)", own[-1].text
