@@ -21,7 +21,7 @@ from torchpod.algos.a2c import A2C, A2CConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.nets.nets import STATE, seen
 from torchpod.specs import Array, EnvSpec, SpecTree, features, width
-from torchpod.types import ACTION_MASK, LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
+from torchpod.types import LAST, ActorOutput, Batch, LossOutput, TimeStep, Trajectory, Tree
 
 LATER = ("annealed", "optimizer_intervals", "replayed", "reuse_forward", "target_rate", "through_env")
 """What an agent may ask its loop for, and `Policies` does not pass on."""
@@ -332,7 +332,8 @@ def _as_mapping(given: Any) -> dict[str, Any]:
 
 
 def _check_name(name: str, spec: EnvSpec) -> None:
-    is_name = isinstance(name, str) and name.isidentifier()
+    of_group = name in (spec.groups or ()) and not {".", "/"} & set(name)
+    is_name = isinstance(name, str) and (of_group or name.isidentifier())
     if not is_name or name in _METRICS or hasattr(nn.ModuleDict, name):
         repair = (
             f"; give the agents of that group others: policies={{NAME: [{name}]}}"
@@ -428,9 +429,8 @@ def _unflat(tree: Tree, axis: int, size: int) -> Tree:
 
 
 def _numbers(observation: Tree, spec: SpecTree) -> Tensor:
-    """All that is observed but masks, `[..., n]`, as networks see it."""
-    parts, specs = (x if isinstance(spec, dict) else {"own": x} for x in (observation, spec))
-    return torch.cat([features(x, specs[k]) for k, x in parts.items() if k != ACTION_MASK], -1)
+    """All that networks see of it, `[..., n]`."""
+    return torch.cat([features(observation if k is None else observation[k], of) for k, of in seen(spec).items()], -1)
 
 
 def _num_numbers(spec: SpecTree) -> int:

@@ -17,9 +17,9 @@ import yaml
 from tests.marks import with_slow
 from torchpod import algos, configs, envs
 from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT
-from torchpod.config import ConfigError, TrainConfig, choices, from_dict, load
+from torchpod.config import ConfigError, TrainConfig, choices, default_experiment, from_dict, load
 from torchpod.learner import LearnerConfig
-from torchpod.makers import make_agent, make_env
+from torchpod.makers import make_agent, make_env, sources
 from torchpod.replay import ReplayConfig
 from torchpod.run.execute import execute
 
@@ -123,13 +123,93 @@ def test_an_experiment_can_be_overridden():
     assert config.given == ("experiment", "num_envs", "algo.agent.hidden", "env.max_episode_steps")
 
 
+MINE = f"""
+# Nothing of Hydra's needs to be said.
+defaults:
+  - override /algo: {AGENT_FILE}:MyAgent
+  - override /env: user_env.py:MyEnv # beside this file
+num_envs: 16
+env: {{limit: 3}}
+algo:
+  agent: {{clip: 0.1}}
+  learner: {{learning_rate: 1e-3}}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's experiment, beside their environment."""
+    (tmp_path / "user_env.py").write_text(ENV_FILE.read_text())
+    (tmp_path / "my.exp.yaml").write_text(MINE)
+    return tmp_path / "my.exp.yaml"
+
+
+def test_an_experiment_in_a_file_is_one_like_those_of_ours(mine: Path):
+    config = load([f"experiment={mine}"])
+    assert (config.env, config.algo.agent) == ({"name": f"{mine.parent}/user_env.py:MyEnv", "limit": 3}, {"clip": 0.1})
+    assert (config.algo.name, config.num_envs) == (f"{AGENT_FILE}:MyAgent", 16)
+    assert (config.algo.learner.learning_rate, config.experiment, config.given) == (1e-3, "my.exp", ("experiment",))
+    mine.write_text(MINE.replace("num_envs: 16", "num_envs: 32\nexperiment_name: lift"))  # nothing of it is cached
+    config = load([f"experiment={mine}"])
+    assert (config.num_envs, config.experiment) == (32, "lift")
+
+
+def test_an_experiment_in_a_file_can_be_overridden(mine: Path):
+    shown = load(
+        ["algo.agent.clip=0.2", f"experiment='{mine}'", "+algo.agent.broken=true", "num_envs=8", "env.limit=9"]
+    )
+    assert (shown.num_envs, shown.env["limit"], shown.algo.agent) == (8, 9, {"clip": 0.2, "broken": True})
+    assert "write '+algo.agent.broken=true'" in refused([f"experiment={mine}", "algo.agent.broken=true"])
+    (mine.parent / "small.yaml").write_text("defaults: [{override /env: catch}]\nnum_envs: 4")
+    config = load([f"experiment={mine.parent / 'small.yaml'}", "algo=dqn", "env=cartpole"])
+    assert (config.algo.name, config.env["name"], config.num_envs) == ("dqn", "cartpole", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, ": there is no such file; give path/to/my.yaml."),
+        ("", " holds no settings; write names and values, e.g. num_envs: 64."),
+        ("- 1", " holds no settings; "),
+        ("3", " cannot be read (Invalid loaded object type: int); write it as docs/experiments.md says."),
+        ("num_envs: [1", " cannot be read (while parsing a flow sequence in "),
+        ("numenvs: 3", ": numenvs is no setting; did you mean num_envs"),
+        ("algo: ppo", ": algo is chosen among defaults; write it below defaults as - override /algo: ppo."),
+        ("defaults: ppo", ": defaults is no list; write choices as - override /algo: ppo."),
+        ("defaults: [algo: ppo]", ": defaults has {'algo': 'ppo'}; write a choice as - override /algo: ppo."),
+        ("defaults: [cartpole]", ": defaults has cartpole; write a choice as - override /algo: ppo."),
+        ("defaults: [override /algo: pppo]", ": algo=pppo is not known; did you mean ppo or ippo or mappo?"),
+        ("defaults: [override /env: no.py:MyEnv]", "/no.py; give PATH.py:MyEnv with where it is now"),
+    ],
+)
+def test_an_experiment_in_a_file_that_cannot_be_used_is_named(text: str | None, message: str, tmp_path: Path):
+    path = tmp_path / "my.yaml"
+    if text is not None:
+        path.write_text(text)
+    told = refused([f"experiment={path}"])
+    assert message in told and (told.startswith(f"experiment={path}") or "no.py" in told)
+
+
 def test_an_environment_in_a_file_takes_arguments():
     config = load([f"env={ENV_FILE}:MyEnv", "+env.limit=3"])
     assert config.env == {"name": f"{ENV_FILE}:MyEnv", "limit": 3}
-    assert config.experiment == "ppo_user_env"
+    assert config.experiment == "ppo_user_env_MyEnv"
     env = make_env(config.env)
     assert env.spec.max_episode_steps == 3
     assert make_agent(config.algo, env.spec)().config.hidden == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("algo", "env", "name"),
+    [
+        ("ppo", {"name": "cartpole"}, "ppo_cartpole"),
+        ("ppo", {"name": "gymnasium", "task": "ALE/Pong-v5"}, "ppo_ALE-Pong-v5"),
+        ("ppo", {"name": "object:Lift"}, "ppo_Lift"),
+        ("/a/my.own.py:Mine", {"name": "inv.games:Inventory", "task": "hard"}, "my.own_Mine_games_Inventory"),
+    ],
+)
+def test_a_run_without_an_experiment_is_called_by_its_agent_and_environment(algo: str, env: dict[str, str], name: str):
+    assert default_experiment(algo, env) == name
 
 
 @pytest.mark.parametrize("name", ["MyAgent", "Heir"])
@@ -137,7 +217,7 @@ def test_an_agent_in_a_file_takes_the_settings_that_its_constructor_is_annotated
     config = load([f"algo={AGENT_FILE}:{name}", "+algo.agent.clip=0.1", "algo.unroll_length=16"])
     assert (config.algo.name, config.algo.agent) == (f"{AGENT_FILE}:{name}", {"clip": 0.1})
     assert (config.algo.unroll_length, config.algo.learner) == (16, LearnerConfig())
-    assert config.experiment == "user_agent_cartpole"
+    assert config.experiment == f"user_agent_{name}_cartpole"
     agent = make_agent(config.algo, make_env("cartpole").spec)()
     assert (type(agent).__name__, agent.config.hidden, agent.config.clip) == (name, (8,), 0.1)
 
@@ -184,6 +264,14 @@ def test_an_agent_in_a_file_without_a_method_is_told_which_to_define(name: str, 
     assert f"Bare must define {signature}." in str(error.value)
 
 
+def test_a_file_may_import_what_lies_beside_it(tmp_path: Path):
+    (tmp_path / "beside_it.py").write_text("LIMIT = 6\n")
+    text = "from beside_it import LIMIT\nfrom torchpod.envs import CartPole\n\n\n"
+    text += "class Short(CartPole):\n    def __init__(self):\n        super().__init__(max_episode_steps=LIMIT)\n"
+    (tmp_path / "short.py").write_text(text)
+    assert make_env(f"{tmp_path}/short.py:Short").spec.max_episode_steps == 6
+
+
 def test_a_file_beside_another_of_the_same_name_is_not_mistaken_for_it(tmp_path: Path):
     for folder, limit in (("a", 3), ("b", 4)):
         (tmp_path / folder).mkdir()
@@ -191,6 +279,22 @@ def test_a_file_beside_another_of_the_same_name_is_not_mistaken_for_it(tmp_path:
         (tmp_path / folder / "random.py").write_text(text)  # a name of the standard library, too
     made = [make_env(f"{tmp_path / folder / 'random.py'}:MyEnv") for folder in ("a", "b")]
     assert [env.spec.max_episode_steps for env in made] == [3, 4]
+
+
+def test_the_files_of_a_user_are_known_by_their_contents(tmp_path: Path):
+    (tmp_path / "a.py").write_text("1")
+    config = load([f"env={tmp_path}/a.py:A"])
+    digest = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+    assert sources(config) == {f"{tmp_path}/a.py": digest} and sources(load()) == {}
+    for name, found in (("gone.a:A", 0), (f"{tmp_path}/gone.py:A", 0), ("object:A", 0), ("tests.user_env:MyEnv", 1)):
+        assert len(sources(dataclasses.replace(config, env={"name": name}))) == found
+
+
+def test_an_environment_that_is_not_known_may_be_one_of_ones_own():
+    with pytest.raises(
+        ConfigError, match=r"env=inv:Inv is not known; .* A class of your own is env=path/to/file\.py:C"
+    ):
+        make_env("inv:Inv")
 
 
 @pytest.mark.parametrize("group", ["loss", "experiment"])
@@ -239,7 +343,11 @@ def refused(overrides: list[str]) -> str:
         ("+foo=1", "foo is no setting; "),
         ("algo=pppo", "algo=pppo is not known; did you mean ppo or ippo or mappo?"),
         ("env=cartpol", "env=cartpol is not known; did you mean cartpole"),
-        ("experiment=carpole", "experiment=carpole is not known; did you mean cartpole or dqn_cartpole?"),
+        (
+            "experiment=carpole",
+            "experiment=carpole is not known; did you mean cartpole or dqn_cartpole? A file of your own is "
+            "experiment=path/to/my.yaml.",
+        ),
         ("loss=RNDLoss", "loss=RNDLoss cannot be used here: it is of a bonus, not of a policy."),
         ("loop=anakim", "loop=anakim is not known; did you mean anakin?"),
         ("logger=wandb", "logger=wandb is not known; known: default."),
@@ -320,12 +428,13 @@ def refused(overrides: list[str]) -> str:
         ("algo.agent.hidden=32,32", "; write algo.agent.hidden=[32,32] for a list, "),
         (
             "seed=choice(1,2)",
-            "seed=choice(1,2) is several values, and a command trains one run; give one value to each",
+            "seed=choice(1,2) is several values, and a command trains one run; train a run with each by torchpod train "
+            "--multirun, or a population, whose members differ",
         ),
-        ("env=cartpole,catch", "env=cartpole,catch is several values, and a command trains one run; give"),
+        ("env=cartpole,catch", "env=cartpole,catch is several values, and a command trains one run; train a run "),
         (
             "run_dir=a,b",
-            """run_dir='"a,b"' for a text, or give one value to each of several commands, or train a pop""",
+            """run_dir='"a,b"' for a text, or train a run with each by torchpod train --multirun, or a pop""",
         ),
         ("run_dir=1234", """run_dir=1234: expected a text or null; write run_dir='"1234"' for a text."""),
         ("experiment_name=true", """=True: expected a text or null; write experiment_name='"true"' for a text."""),

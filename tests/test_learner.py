@@ -266,8 +266,6 @@ def test_metrics_and_buffers_may_be_of_float64(seed, enabled):
 @pytest.mark.parametrize(
     ("says", "message"),
     [
-        ({"metrics": {"iteration": torch.ones(())}}, "metrics of Says has 'iteration', a number of the run's"),
-        ({"metrics": {"loss": torch.ones(())}}, "metrics of Says has 'loss', a number of the run's; call it otherwise"),
         ({"buffers": lambda agent: {"totl": agent.total}}, "'totl', no scalar buffer of floats; did you mean total?"),
         ({"buffers": lambda agent: {"count": agent.count + 1}}, "has 'count', no scalar buffer of floats"),
     ],

@@ -19,7 +19,7 @@ from tests.sebulba.commands import session_of
 from torchpod import checkpoint
 from torchpod.config import load
 from torchpod.hints import nearest
-from torchpod.main import COMMANDS, _lines, main
+from torchpod.main import COMMANDS, _lines, main, train
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
 AGENT_FILE = Path(__file__).parent / "user_agent.py"
@@ -82,6 +82,31 @@ def test_train_with_help_shows_the_settings_of_a_run_that_goes_on(call: Call):
     assert status == 0 and (shown["num_envs"], shown["total_env_steps"]) == (4, 100_000)
     assert shown["evaluation"] == {"episodes": 2, "seed": None, "every": 1000}
     assert "resume=nope: there is no such folder" in error_of(call("train", "--help", "resume=nope"))
+
+
+def test_train_with_help_shows_the_first_of_several_runs(call: Call):
+    status, out, _ = call("train", "--multirun", "seed=5,6", "--help")
+    assert status == 0 and yaml.safe_load(out.partition("\n\n")[2]) == load(["seed=5"]).to_dict()
+
+
+def test_an_experiment_of_ones_own_is_trained_shown_warmed_up_and_gone_on_with(call: Call, tmp_path: Path):
+    text = f"defaults: [{{override /env: {ENV_FILE}:MyEnv}}]\nenv: {{limit: 7}}\nnum_envs: 4\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    settings = ("experiment=mine.yaml", *(x for x in SMALL if "num_envs" not in x))
+    shown = yaml.safe_load(call("train", *settings, "--help")[1].partition("\n\n")[2])
+    assert (shown["num_envs"], shown["env"]["limit"], shown["env"]["at"]) == (4, 7, 0)
+    assert call("warmup", *settings)[0] == 0 and not Path("runs").exists()
+    assert train(experiment=Path("mine.yaml"), overrides=list(settings[1:])).dir.parent == Path("runs/mine")
+    Path("mine.yaml").unlink()
+    (run,) = Path("runs/mine").iterdir()
+    status, out, _ = call("train", f"resume={run}", "total_env_steps=96")
+    assert status == 0 and " env steps (and " in out  # episodes of 7 steps, each with a reset
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["env_steps"] + summary["resets"] == 96
+
+
+def test_a_run_without_resets_speaks_of_none(call: Call):
+    assert " env steps; " in call("train", *SMALL, "run_dir=run", "total_env_steps=32")[1]
 
 
 def test_train_with_help_refuses_what_train_refuses(call: Call):
@@ -460,8 +485,11 @@ class TestEval:
         assert call("train", *SMALL, "run_dir=run")[0] == 0
         path = Path("run/config.yaml")
         path.write_text(path.read_text().replace("- 8", "- 9"))
-        message = "run/checkpoints/0000000002 does not fit the agent and the environment of run/config.yaml."
-        assert error_of(call("eval", "run")) == message
+        assert error_of(call("eval", "run")) == (
+            "run/checkpoints/0000000002 does not fit the agent and the environment of run/config.yaml: "
+            "encoder.net.0.weight is [8, 4] there and [9, 4] here; that file or a class of yours may have changed "
+            "since: use the old one."
+        )
 
     def test_a_video_of_the_first_episode_is_written(self, call: Call):
         pytest.importorskip("PIL")

@@ -95,14 +95,11 @@ def init_state(
     ranks: Ranks,
     device: torch.device,
 ) -> RunState:
-    """The state of a run before its first iteration; `begin(agent, env_keys)` resets its environments.
-
-    Every rank begins with the parameters of rank 0, whatever its agent has drawn from elsewhere.
-    """
+    """The state of a run before its first iteration; `begin(agent, env_keys)` resets its environments."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         agent = make_agent().to(device)
-    for x in (*agent.parameters(), *agent.buffers()):
+    for x in (*agent.parameters(), *agent.buffers()):  # which may have been drawn from elsewhere
         ranks.first(x)
     root = random.key(seed, device)
     env_keys, actor_keys, learner_keys = (
@@ -127,12 +124,7 @@ def init_state(
 
 
 def next_state(
-    state: RunState,
-    carry: Carry,
-    learner: LearnerState,
-    metrics: dict[str, Tensor],
-    episodes: Episodes,
-    ranks: Ranks,
+    state: RunState, carry: Carry, learner: LearnerState, metrics: dict[str, Tensor], episodes: Episodes, ranks: Ranks
 ) -> tuple[RunState, dict[str, Tensor]]:
     """The state and the metrics after an iteration, from what it made."""
     sums = ranks.sum(episodes.sums)

@@ -133,8 +133,15 @@ class EvaluationConfig:
 
 def default_experiment(algo: str, env: Mapping[str, Any]) -> str:
     """What an experiment without a name is called, by the agent and the `env` of config.yaml: ppo_cartpole."""
-    task = env.get("task") or Path(env["name"]).stem.split(":")[-1]
-    return f"{Path(algo).stem}_{task}".replace("/", "-")
+    shipped = ":" not in env["name"]
+    return f"{_short(algo)}_{(shipped and env.get('task')) or _short(env['name'])}".replace("/", "-")
+
+
+def _short(name: str) -> str:
+    """Of `path/to/my_env.py:MyEnv` and `package.my_env:MyEnv` my_env_MyEnv."""
+    path, _, own = name.removeprefix(OBJECT).rpartition(":")
+    module = Path(path).stem if path.endswith(".py") else path.rpartition(".")[2]
+    return f"{module}_{own}" if path else own
 
 
 @dataclass(frozen=True)
@@ -449,16 +456,17 @@ def _register_experiment(path: Path) -> tuple[str, list[str]]:
     for entry in tree.pop("defaults", None) or []:
         key, value = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", entry)
         group = str(key).removeprefix("override /")
-        if key != f"override /{group}" or group not in GROUPS:
+        if key != f"override /{group}" or group not in GROUPS or group == "experiment":
             raise ConfigError(f"experiment={path}: defaults has {entry}; write a choice as - override /algo: ppo.")
         if _names_file(f"{group}={value}"):
-            classes.append(f"{group}={path.resolve().parent / value}")
+            classes.append(f"{group}={path.resolve().parent / str(value)}")
         elif _known(f"{group}={value}"):
             defaults.append(entry)
         else:
             raise ConfigError(f"experiment={path}: {_unknown(group, str(value))}")
     node = {"defaults": defaults, "experiment_name": path.stem, **tree}
-    name = _OWN + hashlib.sha256(json.dumps(node).encode()).hexdigest()[:12]  # so that caches of choices stay true
+    # A name for each content, so that what is cached of a choice stays true.
+    name = _OWN + hashlib.sha256(json.dumps(node, default=str).encode()).hexdigest()[:12]
     ConfigStore.instance().store(group="experiment", name=name, node=node, package="_global_")
     return name, classes
 
@@ -471,7 +479,8 @@ def _read_experiment(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"{where}: there is no such file; give path/to/my.yaml.") from error
     except (OSError, UnicodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{where} cannot be read ({_one_line(error)}); write it as docs/experiments.md says.") from error
+        repair = "write it as docs/experiments.md says"
+        raise ConfigError(f"{where} cannot be read ({_one_line(error)}); {repair}.") from error
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{where} holds no settings; write names and values, e.g. num_envs: 64.")
     if not isinstance(tree.get("defaults", []), list | None):
@@ -567,7 +576,7 @@ def _check_override(override: str, groups: tuple[str, ...]) -> None:
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif key.removeprefix("loop.") in _SEBULBA and key not in base:
         raise ConfigError(f"{key} is a setting of the other loop; add loop=sebulba.")
-    elif not override.startswith("+") and key not in base and _takes_more(key, base):
+    elif not override.startswith("+") and key not in base and _takes_more(key, base, groups):
         raise ConfigError(f"{key} is added by a plus sign; write '+{override}'.")
     elif not override.startswith("+") and key not in base:
         raise ConfigError(f"{key} is no setting; {nearest(key, base)}")
@@ -599,18 +608,18 @@ def _misread(override: str) -> str | None:
         return f"{override} cannot be read; quote a text twice, for the shell and for torchpod: {quoted}."
     one = "" if "(" in value or key in GROUPS else f"write {key}=[{value}] for a list, {quoted} for a text, or "
     return (
-        f"{override} is several values, and a command trains one run; {one}give one value to each of several "
-        "commands, or train a population, whose members differ in their seeds and in '+members.NAME=[VALUE,VALUE]'."
+        f"{override} is several values, and a command trains one run; {one}train a run with each by torchpod train "
+        "--multirun, or a population, whose members differ in their seeds and in '+members.NAME=[VALUE,VALUE]'."
     )
 
 
-def _takes_more(key: str, base: Sequence[str]) -> bool:
+def _takes_more(key: str, base: Sequence[str], groups: tuple[str, ...]) -> bool:
     """Whether the environment or agent that it belongs to is of the user's, or has options that are the library's."""
     if key.startswith("algo.agent.arguments."):
         return "algo.agent.arguments" in base
     if key.startswith("algo.agent."):
-        return not any(known.startswith("algo.agent.") for known in base)
-    more = "env.task" in base or not any(known.startswith("env.") and known != "env.name" for known in base)
+        return _tree_of(groups)["algo"]["name"] == "custom"
+    more = "env.task" in base or _tree_of(groups)["env"]["name"] == "custom"
     return key == "env.transforms" or (key.startswith("env.") and more)
 
 

@@ -89,12 +89,6 @@ _BUFFER, _SHARE = "buffer/", "buffer share/"
 _PLAYED = "policy share/"
 """Likewise, before the names of policies: 1, or 0 if a minibatch has nobody who follows it."""
 
-_OF_THE_RUN = frozenset(
-    ("iteration", "env_steps", "env_steps_per_s", "wall_s", "compile_s", "healthy", "grad_norm", "loss")
-    + ("episodes", "episode_return", "episode_length")
-)
-"""Names of metrics that are no agent's to give."""
-
 SumGradient = Callable[[LearnerState, list[Batch], Tensor], tuple[Tensor, tuple[str, ...]]]
 """(state, chunks of a minibatch, keys) -> gradients of all parameters and metrics, one flat vector; names of the
 metrics."""
@@ -434,11 +428,6 @@ class Learner:
             changed |= {_SHARE + name: share, _BUFFER + name: torch.where(share > 0, x * share, 0.0)}
         priorities = () if out.priority is None else (out.priority.detach(),)
         told = {"loss" if name == "loss" else f"loss/{name}": x for name, x in losses.items()}
-        if taken := sorted((_OF_THE_RUN | told.keys()) & out.metrics.keys()):
-            kind = type(self.agent).__name__
-            raise ValueError(
-                f"LossOutput.metrics of {kind} has {taken[0]!r}, a number of the run's; call it otherwise."
-            )
         changed |= {_PLAYED + name: batch.steps[f"{name}/weight"].sum() for name in self.agent.policy_groups}
         dtype = next(iter(params.values())).dtype  # of the gradients that they go with
         all_told = {**out.metrics, **told, **changed}

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from torchpod import envs
 from torchpod.arguments import Parser
+from torchpod.bench.harness import WorkerError
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import CompileError, RecompilationError
 from torchpod.config import GROUPS, ConfigError, listed, load
@@ -29,7 +30,7 @@ from torchpod.sebulba import ActorError
 from torchpod.watched import HostError, sentence
 
 USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train env=pendulum seed=1 device=cuda;
-                                  --help shows all settings of that run
+                                  --help shows all settings of that run; --multirun KEY=a,b trains a run with each
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode,
                                   --episode FILE.npz records it, --sample draws actions instead of the greedy ones,
                                   --instead random, or NAME=ACTION, plays that instead of what was trained
@@ -72,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if notes := getattr(error, "__notes__", ()):
             print(f"torchpod: stopped, for nobody reads what it prints. {' '.join(notes)}", file=sys.stderr)
         return 1
-    except (CheckpointError, CompileError, RecompilationError, NonFiniteErrorInRun, RankError, *EVERYDAY) as error:
+    except (
+        *(CheckpointError, CompileError, RecompilationError, NonFiniteErrorInRun, RankError, WorkerError),
+        *EVERYDAY,
+    ) as error:
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise
         _report(error)
@@ -121,8 +125,14 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(overrides: list[str]) -> int:
-    settings = [x for x in overrides if x not in ("-h", "--help")]
-    if len(settings) < len(overrides):
+    settings = [x for x in overrides if x not in ("-h", "--help", "-m", "--multirun")]
+    if {"-m", "--multirun"} & set(overrides):
+        from torchpod.commands.multirun import combinations, multirun
+
+        if {"-h", "--help"}.isdisjoint(overrides):
+            return multirun(settings)
+        settings = combinations(settings)[0]
+    if {"-h", "--help"} & set(overrides):
         from torchpod.commands.explain import explained_settings
 
         config = load(settings)
@@ -134,7 +144,9 @@ def _train(overrides: list[str]) -> int:
     config = load(overrides)
     run = execute(config)
     if run.summary:
-        score, cut, compiled = run.summary["eval_return"], "", ""
+        score, cut, compiled, resets = run.summary["eval_return"], "", "", ""
+        if run.summary.get("resets"):  # a finished run's may be of an older version
+            resets = f" (and {run.summary['resets']:,} resets)"
         if run.summary["compile_s"] >= 0.05:
             compiled = f", {run.summary['compile_s']:.1f} s compilation"
         if run.summary["unfinished_episodes"]:
@@ -145,7 +157,7 @@ def _train(overrides: list[str]) -> int:
         print(
             f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
             f"[{score['ci95'][0]:.1f}, {score['ci95'][1]:.1f}], {score['episodes']} episodes{cut}) "
-            f"after {run.summary['env_steps']:,} env steps; "
+            f"after {run.summary['env_steps']:,} env steps{resets}; "
             f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s{compiled}"
         )
         if "best_member" in run.summary:

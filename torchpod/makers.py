@@ -1,7 +1,9 @@
 """Environments and agents from their configuration: the ones shipped by name, a user's own by file."""
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 from torchpod import algos, envs
 from torchpod.agent import Agent
-from torchpod.config import OBJECT, AlgoConfig, ConfigError, build, check_bounds, typed
+from torchpod.config import OBJECT, AlgoConfig, ConfigError, TrainConfig, build, check_bounds, plain, typed
 from torchpod.env import Env
 from torchpod.envs.host import TorchRL
 from torchpod.envs.transforms import TRANSFORMS
@@ -208,6 +210,64 @@ def _config_class(agent_class: Any, name: str) -> type:
     return config_class
 
 
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """With the defaults of a user's agent and environment, so that their file may have others later on."""
+    agent, env = config.algo.agent, config.env
+    if config.algo.name not in algos.MAKERS:
+        _, cls = agent_classes(config.algo.name)
+        agent = {name: plain(x) for name, x in defaults_of_fields(cls).items() if _is_read_back(cls, name, x)} | agent
+    if ":" in env["name"] and not env["name"].startswith(OBJECT):
+        defaults = defaults_of_arguments(find(env["name"], envs.MAKERS, "env"))
+        env = {"name": env["name"]} | {name: x for name, x in defaults.items() if _is_plain(x)} | env
+    return dataclasses.replace(config, algo=dataclasses.replace(config.algo, agent=agent), env=env)
+
+
+def defaults_of_fields(cls: Any) -> dict[str, Any]:
+    """Those that there are, of what a dataclass is made with."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.init and value is not dataclasses.MISSING:
+            found[field.name] = value
+    return found
+
+
+def defaults_of_arguments(maker: Callable[..., Any]) -> dict[str, Any]:
+    """Those that there are, of what may be given by name."""
+    parameters = inspect.signature(maker).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
+
+
+def _is_read_back(cls: type, name: str, value: Any) -> bool:
+    """Whether the default of a field, as YAML holds it, becomes the same value again."""
+    try:
+        return _is_plain(plain(value)) and typed(cls, {name: plain(value)}, "")[name] == value
+    except ConfigError:
+        return False
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is the same when it comes back from YAML."""
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(inner) for key, inner in value.items())
+    return all(map(_is_plain, value)) if type(value) is list else type(value) in (type(None), bool, int, float, str)
+
+
+def sources(config: TrainConfig) -> dict[str, str]:
+    """SHA-256 of the files that a user's agent and environment are in, as far as they are there, by path."""
+    found = {}
+    for name, makers in ((config.algo.name, algos.MAKERS), (config.env["name"], envs.MAKERS)):
+        path = name.rpartition(":")[0]
+        if name in makers or name.startswith(OBJECT) or not path:
+            continue
+        if not path.endswith(".py"):
+            with contextlib.suppress(ImportError):  # of a package that is not there any more
+                path = getattr(importlib.util.find_spec(path), "origin", None) or path
+        if Path(path).is_file():
+            found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
 def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     """A maker by name, or a class of the user's by `path.py:Class`, or `module:Class` of what is installed."""
     if name in makers:
@@ -221,7 +281,8 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"{group}={name} cannot be imported: {error}") from error
     if not path.endswith(".py"):
-        raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)}")
+        own = f"A class of your own is {group}=path/to/file.py:Class."
+        raise ConfigError(f"{group}={name} is not known; {nearest(name, makers)} {own}")
     if not Path(path).is_file():
         raise ConfigError(
             f"{group}={name}: there is no file {path}; give PATH.py:{attribute} with where it is now; a command "
@@ -231,6 +292,8 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
+    if (folder := str(Path(path).resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # it may import what lies beside it
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

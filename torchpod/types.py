@@ -92,8 +92,7 @@ class LossOutput(NamedTuple):
     priority: Tensor | None = None
     """`[R]`, new priorities for prioritised replay: one per window that was sampled."""
     buffers: dict[str, Tensor] = {}
-    """New values of scalar buffers of the agent, floats, for the next minibatch: the mean over chunks and ranks, by
-    rows."""
+    """New values of scalar float buffers of the agent for the next minibatch: means over chunks and ranks, by rows."""
 
 
 class Carry(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from torchpod import checkpoint, random
 from torchpod.anakin import EVAL_STREAM
+from torchpod.checkpoint import CheckpointError
 from torchpod.commands.eval_run import acting_weights, eval_run
 from torchpod.commands.export_run import export_run
 from torchpod.config import ConfigError, load
@@ -113,6 +114,75 @@ def test_an_export_that_fails_leaves_the_program_before_and_nothing_else(
     with pytest.raises(OSError, match=r"policy\.pt2 cannot be written \(No space left on device\); name another file"):
         export_run(run_dir, out=out)
     assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
+
+
+LIFT = """
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.envs.classic.cartpole import CartPole
+
+
+class Pole(CartPole):
+    def __init__(self, max_episode_steps: int = 30, size=(1, 2), day: object = object(), **more: Any) -> None:
+        super().__init__(max_episode_steps=max_episode_steps)
+
+
+@dataclass(frozen=True)
+class MyConfig(PPOConfig):
+    hidden: tuple[int, ...] = (8,)
+    discount: float = 0.5
+    sizes: list[int] = field(default_factory=lambda: [1])
+    told: Any = object()
+    needed: int = 3
+
+
+class Mine(PPO):
+    def __init__(self, spec, config: MyConfig) -> None:
+        assert isinstance(config.sizes, list)
+        super().__init__(spec, config)
+"""
+
+
+@pytest.fixture
+def own_run(tmp_path: Path) -> Path:
+    """A run of a user's agent and environment, in own.py beside it."""
+    (tmp_path / "own.py").write_text(LIFT)
+    files = (f"env={tmp_path}/own.py:Pole", f"algo={tmp_path}/own.py:Mine", "+env.other=1")
+    settings = [x for x in SMALL if not x.startswith(("env", "algo.agent"))]
+    return execute(load([*settings, *files, f"total_env_steps={STEPS}", f"run_dir={tmp_path}/run"])).dir
+
+
+def test_a_run_keeps_the_defaults_that_its_files_had(own_run: Path, capsys: pytest.CaptureFixture[str]):
+    config = read_config(own_run)
+    assert config.env == {"name": f"{own_run.parent}/own.py:Pole", "max_episode_steps": 30, "other": 1}
+    assert (config.algo.agent["hidden"], config.algo.agent["discount"], config.algo.agent["needed"]) == ([8], 0.5, 3)
+    assert {"sizes", "told"}.isdisjoint(config.algo.agent)  # which YAML, or its check, cannot give back
+    before = eval_run(own_run, episodes=4)
+    assert capsys.readouterr().err == ""
+    changed = (
+        LIFT.replace("(8,)", "(16,)").replace("= 30", "= 3").replace("needed: int", "added: int = 1\n    needed: int")
+    )
+    (own_run.parent / "own.py").write_text(changed)
+    assert eval_run(own_run, episodes=4) == before
+    told = capsys.readouterr().err
+    assert told.startswith(f"torchpod eval: {own_run} was trained with other own.py (sha256 ") and told.count("\n") == 1
+    execute(load([f"resume={own_run}", f"total_env_steps={2 * STEPS}"]))
+    assert f"{own_run} goes on with other own.py (sha256 " in capsys.readouterr().out
+    assert read_config(own_run).algo.agent == {**config.algo.agent, "added": 1}
+    eval_run(own_run, episodes=2)
+    assert capsys.readouterr().err == ""  # the checkpoint is of the file as it is
+    with pytest.raises(ConfigError, match=r"algo\.agent\.discount=0\.6 cannot change: .* has 0\.5"):
+        execute(load([f"resume={own_run}", "+algo.agent.discount=0.6"]))
+
+
+def test_weights_that_do_not_fit_are_named_with_both_shapes(own_run: Path):
+    path = own_run / "config.yaml"
+    path.write_text(path.read_text().replace("    - 8\n", "    - 16\n"))
+    told = r"config\.yaml: \S+ is \[8, 4\] there and \[16, 4\] here; that file or a class of yours may have"
+    with pytest.raises(CheckpointError, match=told):
+        eval_run(own_run, episodes=2)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,16 +1,20 @@
 import math
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from torchpod.commands import plot as module
 from torchpod.commands.plot import plot
+from torchpod.config import load
 from torchpod.metrics import Logger
 from torchpod.stats import bootstrap_ci, iqm
 
 NAN = math.nan
+ENV_FILE = Path(__file__).parents[1] / "user_env.py"
 
 
 def make_run(folder, values, stride=100, metric="episode_return"):
@@ -87,6 +91,46 @@ def test_runs_without_an_experiment_are_told_apart_by_agent_and_environment(tmp_
     assert {name: len(values) for name, (_, values) in drawn.items()} == {"a2c_catch": 1, "ppo_catch": 2}
 
 
+def trained(folder, *overrides, values=(1.0, 2.0)):
+    (make_run(folder, values) / "config.yaml").write_text(yaml.safe_dump(load(overrides).to_dict(), sort_keys=False))
+    return folder
+
+
+def test_runs_that_differ_in_a_setting_are_lines_of_their_own_and_seeds_are_not(tmp_path, drawn):
+    seeds = ("seed=1", "run_dir=x", "device=cuda", "threads=2", "compile=false", "logger.csv=true", "checkpoint.keep=9")
+    settings = [(), seeds, ("algo.learner.learning_rate=0.01",), ("algo.learner.learning_rate=0.01", "num_envs=8")]
+    runs = [trained(tmp_path / "ppo_cartpole" / f"run{i}", *given) for i, given in enumerate(settings)]
+    plot([*runs, trained(tmp_path / "a2c_cartpole" / "run", "algo=a2c")], tmp_path / "curve.png")
+    assert {name: len(values) for name, (_, values) in drawn.items()} == {
+        "ppo_cartpole learning_rate=0.00025 num_envs=64": 2,
+        "ppo_cartpole learning_rate=0.01 num_envs=64": 1,
+        "ppo_cartpole learning_rate=0.01 num_envs=8": 1,
+        "a2c_cartpole": 1,
+    }
+
+
+def test_settings_of_the_same_last_name_are_told_in_full(tmp_path, drawn):
+    given = [("algo.agent.hidden=[4]",), ("+env.hidden=3", "+env.limit=2")]
+    runs = [trained(tmp_path / "x" / str(i), f"env={ENV_FILE}:MyEnv", *more) for i, more in enumerate(given)]
+    plot(runs, tmp_path / "curve.png")
+    name = "ppo_user_env_MyEnv algo.agent.hidden"
+    assert list(drawn) == [f"{name}=[4]", f"{name}=[64, 64] env.hidden=3 limit=2"]
+
+
+def test_members_with_values_of_their_own_are_lines_by_these(tmp_path, drawn):
+    members = ("population=3", "+members.discount=[0.9,0.99,0.9]")
+    run = trained(
+        tmp_path / "cartpole" / "run", *members, "experiment_name=cartpole", values=[[1.0, NAN, 3.0], [4.0, 5.0, 6.0]]
+    )
+    seeds = trained(tmp_path / "x" / "run", "population=2", "env=catch", values=[[1.0, 2.0], [3.0, 4.0]])
+    plot([run, seeds], tmp_path / "curve.png")
+    assert {name: values[:, -1].tolist() for name, (_, values) in drawn.items()} == {
+        "cartpole discount=0.9": [4.0, 6.0],
+        "cartpole discount=0.99": [5.0],
+        "ppo_catch": [3.0, 4.0],
+    }
+
+
 def test_a_member_that_was_trained_on_is_a_line_of_its_own(tmp_path, drawn):
     population = make_run(tmp_path / "x" / "run", [[1.0, 2.0], [2.0, 3.0]])
     members = [make_run(population / "members" / str(p), [5.0, 6.0]) for p in range(2)]
@@ -146,6 +190,15 @@ def test_many_experiments_have_lines_that_differ(tmp_path):
     assert is_png(plot(runs, tmp_path / "curve.png"))
 
 
+@pytest.mark.parametrize("settings", [2, 20])
+def test_a_legend_of_many_settings_leaves_the_curves_their_room(settings, tmp_path, drawn):
+    more = [f"+env.a_long_name_{i}=1" for i in range(settings)]
+    runs = [trained(tmp_path / str(k), f"env={ENV_FILE}:MyEnv", f"+env.size={k}", *more) for k in range(12)]
+    runs.append(trained(tmp_path / "x", f"env={ENV_FILE}:MyEnv"))
+    assert is_png(plot(runs, tmp_path / "curve.png"))  # a warning of matplotlib's would be an error
+    assert len(drawn) == 13
+
+
 def test_a_folder_that_is_no_run_says_what_was_expected_and_what_to_do(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"is no run folder: expected metrics.jsonl in it; give a folder that"):
         plot([tmp_path], tmp_path / "curve.png")
@@ -163,7 +216,7 @@ def test_a_folder_that_is_no_run_says_what_was_expected_and_what_to_do(tmp_path)
         (b"a: [1", "while parsing a flow sequence"),
         (b"\xff\x00", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
         (b"algo: {}\nenv: {}\n", "'name'"),
-        (b"algo: {name: ppo}\nenv: 3\n", "'int' object has no attribute 'get'"),
+        (b"algo: {name: ppo}\nenv: 3\n", "'int' object is not subscriptable"),
         (b"algo: ppo\nenv: {}\n", "string indices must be integers, not 'str'"),
     ],
     ids=str,
@@ -176,7 +229,7 @@ def test_a_damaged_configuration_is_an_error_of_one_sentence(damage, reason, tmp
         plot([path.parent], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
     path.unlink()
-    assert module._place(path.parent) == tmp_path / "x"
+    assert module._place(path.parent) == (tmp_path / "x", {})
 
 
 def test_no_runs_no_metric_and_no_values_are_errors(tmp_path):

@@ -80,6 +80,12 @@ def test_every_member_of_a_population_follows_them_as_it_would_alone(straight: R
     assert_equal(tmp_path / "population" / "members" / "1", tmp_path / "second")
 
 
+def test_members_cannot_differ_in_a_learning_rate_that_has_a_schedule_by_its_group(tmp_path: Path):
+    schedule = "algo.learner.schedules={learning_rate.loss:[[0,1e-3],[100,0]]}"
+    with pytest.raises(ConfigError, match="members.learning_rate has a schedule, which is that of all members"):
+        train(tmp_path / "run", "population=2", "+members.learning_rate=[0.1,0.2]", schedule)
+
+
 @pytest.mark.parametrize("members", ["entropy_coefficient", "learning_rate"])
 def test_members_cannot_differ_in_what_has_a_schedule(members: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=f"members.{members} has a schedule, which is that of all members; leave one"):

@@ -423,7 +423,7 @@ def test_after_a_restart_by_torchrun_the_run_goes_on_from_its_last_checkpoint(tm
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("RuntimeError: the simulator lost its licence\n") == 1
     assert marker.exists()
-    (run_dir,) = (tmp_path / "runs" / "ppo_user_env").iterdir()
+    (run_dir,) = (tmp_path / "runs" / "ppo_user_env_MyEnv").iterdir()
     assert len(checkpoint.all_of(run_dir)) == 2  # after its first iteration and its last
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [f'"iteration": {i},' in line for i, line in enumerate(lines, 1)] == [True] * 12

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ENV_PAGE = (ROOT / "docs" / "write-an-environment.md").read_text()
 AGENT_PAGE = (ROOT / "docs" / "write-an-agent.md").read_text()
+EXPERIMENTS_PAGE = (ROOT / "docs" / "experiments.md").read_text()
 SMALL = ["compile=false", "logger.console=false", "num_envs=8", "total_env_steps=512", "algo.unroll_length=16"]
 SMALL += ["evaluation.episodes=2"]
 # What `make` runs is run by whoever types it; the suite behind `bench` takes half an hour, and has tests of its own.
@@ -78,6 +79,8 @@ def folder(tmp_path_factory, zygote_of_all):
         source = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
         (path / name).write_text(source)
         (path / "path" / "to" / name).write_text(source)
+    (experiment,) = re.findall(r"^```yaml\n(.*?)^```$", EXPERIMENTS_PAGE, re.MULTILINE | re.DOTALL)
+    (path / "my_experiment.yaml").write_text(experiment)
     run(zygote_of_all, path, ["torchpod", "train", "experiment=cartpole", *SMALL])
     return path
 

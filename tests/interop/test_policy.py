@@ -510,3 +510,12 @@ def test_members_of_a_population_are_chosen(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "file").touch()
     message = error("run", "--member", "0", "--out", "file/x.pt2")
     assert message.startswith("file/x.pt2 cannot be written (") and message.endswith("with --out FILE.pt2.")
+
+
+def test_a_module_may_be_mapped_at_its_first_call(seed):
+    torch.manual_seed(seed)
+    agent = PPO(CartPole().spec, PPOConfig(hidden=(8,)))
+    params, buffers = variables_of(agent)
+    module, x = policy_module(agent, params | buffers), torch.randn(3, 5, 4)
+    mapped = torch.vmap(lambda x: module(observation=x))(x)
+    assert torch.equal(mapped, module(observation=x.flatten(0, 1)).unflatten(0, (3, 5)))

@@ -446,7 +446,7 @@ class TestUserEnvironment:
         trained = execute(load([*SMALL, *overrides, f"run_dir={tmp_path / 'a'}"]))
         assert yaml.safe_load((trained.dir / "config.yaml").read_text())["env"] == {
             "name": f"{ENV_FILE}:MyEnv",
-            "limit": 7,
+            **{"limit": 7, "fault": "", "at": 0, "rank": 0, "marker": ""},  # given, and defaults
         }
         assert rows(trained.dir)[-1]["episode_length"] == 7
         execute(load([f"resume={trained.dir}", f"total_env_steps={3 * ITERATION}"]))

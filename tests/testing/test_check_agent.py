@@ -147,6 +147,13 @@ def test_agents_that_keep_the_contract_pass(kind):
     check_agent(kind(), Catch(rows=4, columns=3))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("kind", [Small, Recurrent, Reports])
+def test_agents_that_keep_the_contract_pass_on_a_gpu(kind, quick):
+    check_agent(kind(), Catch(rows=4, columns=3), device="cuda", quick=quick)
+
+
 def test_an_agent_may_act_in_a_host_environment():
     check_agent(Small(), HostEnv(Catch(rows=4, columns=3)), compile=False)
 
@@ -381,15 +388,17 @@ def coupled_gradient(agent, out, batch):
         ),
         (NeverMoves, "target_interval must be at least 1; it is 0."),
         (GreedyOutOfRange, "act(explore=False): action must be in {0, ..., 2}"),
-        (Remembers, "act() must begin anew where step_type is FIRST; another state before it changed result[0].action"),
+        (
+            Remembers,
+            "act() of a recurrent agent must begin anew where step_type is FIRST; another state before it changed the",
+        ),
         (seen_as("count", lambda t: t.reward), "statistics() must name modules that are RunningMoments, not 'count'."),
         (seen_as("moments", lambda t: t.reward), "statistics()['moments'] must have the shape [4, 3, 1] of its module"),
         (
             seen_as("moments", lambda t: (t.observation, t.reward[1:])),
             "statistics()['moments'] must have the shape [4, 3, 1] of its module",
         ),
-        (report_with(lambda r: {"value": r["value"]}), "Batch.report must be of reward, value and value_target, with"),
-        (report_with(lambda r: r | {"speed": r["value"]}), "with reward among them; it has 'speed'."),
+        (report_with(lambda r: {"value": r["value"]}), "Batch.report must have 'reward' beside 'value'."),
         (
             report_with(lambda r: {"reward": r["reward"][:, :1]}),
             "Batch.report['reward'] must have the shape of 'weight'",
@@ -415,6 +424,10 @@ def coupled_gradient(agent, out, batch):
             "loss 'actor' must be a torch.float32 tensor of shape []",
         ),
         (loss_with(lambda a, o, b: o._replace(metrics={"x": 1.0})), "metric 'x' must be a scalar tensor."),
+        (
+            loss_with(lambda a, o, b: o._replace(metrics={"env_steps": b.steps["weight"].sum()})),
+            "metric 'env_steps' is a number of the run's own; give it another name.",
+        ),
         (
             loss_with(lambda a, o, b: o._replace(priority=b.steps["weight"][:3])),
             "LossOutput.priority must have one entry per row.",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
 from torchpod.recording import check_recording, record_episode, save_recording
 from torchpod.replay.learning import iterations_before
-from torchpod.run.folder import read_config
+from torchpod.run.folder import changed_sources, read_config
 from torchpod.run.summary import each, eval_returns, unfinished
 from torchpod.video import check_video, record
 from torchpod.watched import close_all, watched
@@ -78,6 +79,9 @@ def eval_run(
         check_recording(episode)
     folder = checkpoint.latest(run_dir)
     weights = checkpoint.load_weights(folder)
+    if changed := changed_sources(checkpoint.read_meta(folder), config):
+        told = f"{run_dir} was trained with other {', '.join(changed)}, and is evaluated with what is there now."
+        print(f"torchpod eval: {told}", file=sys.stderr)
     env = make_env(config.env) if env is None else env
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -90,8 +94,13 @@ def eval_run(
         agent = make_agent(config.algo, env.spec)()
         lead = () if config.population == 1 else (config.population,)
         here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
-        if here != {name: tuple(x.shape) for name, x in weights.items()}:
-            raise CheckpointError(f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}.")
+        there = {name: tuple(x.shape) for name, x in weights.items()}
+        if differ := [name for name in here | there if here.get(name) != there.get(name)]:
+            had, has = (list(shapes[differ[0]]) if differ[0] in shapes else "missing" for shapes in (there, here))
+            raise CheckpointError(
+                f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}: {differ[0]} is "
+                f"{had} there and {has} here; that file or a class of yours may have changed since: use the old one."
+            )
         weights = acting_weights(config, agent, weights, int(folder.name))
         if instead:
             agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}

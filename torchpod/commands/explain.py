@@ -21,7 +21,7 @@ import yaml
 from torchpod import algos, configs, envs
 from torchpod.agent import Agent
 from torchpod.config import TrainConfig, choices, plain, typed
-from torchpod.makers import agent_classes, find
+from torchpod.makers import agent_classes, defaults_of_arguments, defaults_of_fields, find
 
 _WIDTH = 120
 _NEEDED = "???"
@@ -103,17 +103,13 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _defaults_of_fields(cls: Any) -> dict[str, Any]:
-    found = {}
-    for field in dataclasses.fields(cls):
-        made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        found[field.name] = _NEEDED if made is dataclasses.MISSING else made
-    return plain(found)
+    return plain(dict.fromkeys((f.name for f in dataclasses.fields(cls) if f.init), _NEEDED) | defaults_of_fields(cls))
 
 
 def _defaults_of_arguments(maker: Any) -> dict[str, Any]:
     parameters = inspect.signature(maker).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return plain({p.name: _NEEDED if p.default is p.empty else p.default for p in named})
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return plain(dict.fromkeys(named, _NEEDED) | defaults_of_arguments(maker))
 
 
 def _of_fields(cls: type, prefix: str) -> dict[str, str]:

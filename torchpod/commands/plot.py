@@ -1,8 +1,10 @@
-"""Learning curves: `torchpod plot RUN...`. One line per experiment, with what its seeds agree on."""
+"""Learning curves: `torchpod plot RUN...`. One line per experiment and settings, with what its seeds agree on."""
 
-from collections.abc import Iterable, Sequence
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -11,12 +13,21 @@ from numpy.typing import NDArray
 from torchpod.config import default_experiment
 from torchpod.files import replacing
 from torchpod.metrics import METRICS_FILE, read_metrics
+from torchpod.run.folder import MAY_CHANGE
 from torchpod.stats import bootstrap_ci, iqm
 
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Environment steps `[n]` and values `[n]`, without NaN."""
 
+Settings = Mapping[str, str]
+"""What was trained: settings by their dotted names, each as text."""
+
 NUM_POINTS = 200
+_LABEL_WIDTH = 66
+_SEEDS_DIFFER_IN = (
+    *("seed", "run_dir", "resume", "experiment_name", "population", "members"),
+    *(name for name in MAY_CHANGE if name != "total_env_steps"),
+)
 # Okabe and Ito's colours, told apart by colour-blind readers too; yellow is left out on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
@@ -26,8 +37,9 @@ def plot(run_dirs: Iterable[Path | str], out: Path | str, metric: str = "episode
     """Draws a metric over environment steps: the interquartile mean over seeds with its 95 % bootstrap interval.
 
     Runs of one experiment (or of one agent and environment, without a name) in one folder, as in
-    `runs/<experiment>/<time>-seed<k>`, and all members of a population count as seeds of one line. A line ends where
-    the first of its seeds ends. With one seed there is no interval.
+    `runs/<experiment>/<time>-seed<k>`, and members of a population count as seeds of one line, unless they differ in
+    another setting than the seed or what a resumed run may change: then the legend says in which. A line ends where the
+    first of its seeds ends. With one seed there is no interval.
 
     Args:
       run_dirs: run folders.
@@ -43,18 +55,45 @@ def plot(run_dirs: Iterable[Path | str], out: Path | str, metric: str = "episode
       ImportError: if the extra is not installed.
       OSError: if the file cannot be written, which it names.
     """
-    groups: dict[str, list[Curve]] = {}
     folders = list(dict.fromkeys(Path(run_dir).resolve() for run_dir in run_dirs))
     if not folders:
         raise ValueError("there is no run to plot; give one or more run folders, e.g. runs/cartpole/*.")
-    for folder, name in zip(folders, _experiments(folders), strict=True):
-        groups.setdefault(name, []).extend(_curves(folder, metric))
-    return _draw({name: _common(curves) for name, curves in groups.items()}, Path(out), metric)
+    lines: list[_Line] = []
+    for folder in folders:
+        place, config = _place(folder)
+        for settings, curve in _curves(folder, metric, config):
+            same = next((x for x in lines if (x.place, x.settings) == (place, settings)), None)
+            if same is None:
+                lines.append(same := _Line(place, settings, []))
+            same.curves.append(curve)
+    names = _names(lines)
+    return _draw({name: _common(line.curves) for name, line in zip(names, lines, strict=True)}, Path(out), metric)
 
 
-def _experiments(folders: Sequence[Path]) -> list[str]:
-    """The name of each run's experiment; as much of its path as tells it from the others."""
-    places = [_place(folder) for folder in folders]
+class _Line(NamedTuple):
+    """Curves that differ in their seeds alone."""
+
+    place: Path
+    settings: Settings
+    curves: list[Curve]
+
+
+def _names(lines: Sequence[_Line]) -> list[str]:
+    """What the legend calls each line: its experiment, and the settings in which it differs from others of that."""
+    experiments, names = _experiments([line.place for line in lines]), []
+    for line, experiment in zip(lines, experiments, strict=True):
+        others = [other.settings for other in lines if other.place == line.place]
+        keys = dict.fromkeys(key for settings in others for key in settings)
+        differ = [key for key in keys if len({settings.get(key) for settings in others}) > 1]
+        short = [key.rpartition(".")[2] for key in differ]
+        shown = [name if short.count(name) == 1 else key for name, key in zip(short, differ, strict=True)]
+        told = [f"{name}={line.settings[key]}" for name, key in zip(shown, differ, strict=True) if key in line.settings]
+        names.append(" ".join([experiment, *told]))
+    return names
+
+
+def _experiments(places: Sequence[Path]) -> list[str]:
+    """The name of each line's experiment; as much of its path as tells it from the others."""
     for depth in range(1, max(len(place.parts) for place in places)):
         names = ["/".join(place.parts[-depth:]) for place in places]
         if len(set(names)) == len(set(places)):
@@ -62,18 +101,18 @@ def _experiments(folders: Sequence[Path]) -> list[str]:
     return [str(place) for place in places]
 
 
-def _place(folder: Path) -> Path:
-    """Where the runs of the same experiment lie, with its name at the end."""
+def _place(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Where the runs of the same experiment lie, with its name at the end; and the settings of this one."""
+    path = folder / "config.yaml"
+    name, config = _experiment(path) if path.is_file() else (None, {})
     # A member of a population that was trained on is runs/<experiment>/<run>/members/<p>: a line of its own.
     if folder.parent.name == "members":
-        return folder
-    path = folder / "config.yaml"
-    name = _experiment(path) if path.is_file() else None
-    return folder.parent if name in (None, folder.parent.name) else folder.parent / name
+        return folder, config
+    return (folder.parent if name in (None, folder.parent.name) else folder.parent / name), config
 
 
-def _experiment(path: Path) -> str | None:
-    """What the settings in a file call it, if they do."""
+def _experiment(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """What the settings in a file call it, if they do; and these settings."""
     try:
         config = yaml.safe_load(path.read_text())
         if not isinstance(config, dict):
@@ -86,11 +125,23 @@ def _experiment(path: Path) -> str | None:
             f"{path} is not ours ({str(error).splitlines()[0]}); leave this run out, or remove the file, and the run "
             "is called as the folder that it is in."
         ) from error
-    return None if name is None else str(name)
+    return None if name is None else str(name), config
 
 
-def _curves(folder: Path, metric: str) -> list[Curve]:
-    """One curve of a run, or one for each member of a population."""
+def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What was trained, whatever the seed."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in _SEEDS_DIFFER_IN:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, f"{name}.")
+        else:
+            yield name, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _curves(folder: Path, metric: str, config: Mapping[str, Any]) -> list[tuple[Settings, Curve]]:
+    """One curve of a run, or one for each member of a population, with what it was trained with."""
     if not (folder / METRICS_FILE).is_file():
         inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS_FILE}"))
         repair = f"plot the runs in it: {folder}/*" if inside else "give a folder that torchpod train has made"
@@ -101,9 +152,14 @@ def _curves(folder: Path, metric: str) -> list[Curve]:
         known = sorted({key for row in rows for key in row} - {"iteration", "env_steps"})
         raise ValueError(f"{folder} has no metric {metric}; it has {', '.join(known) or 'no rows yet'}.")
     steps, table = np.array([s for s, _ in values], dtype=np.float64), np.stack([v for _, v in values])
-    curves = [(steps[known], y[known]) for y in table.T if (known := np.isfinite(y)).any()]
-    if not curves:
+    known = np.isfinite(table)
+    if not known.any():
         raise ValueError(f"{folder} has no value of {metric} yet, as when no episode has ended; train it for longer.")
+    members = {f"members.{name}": column for name, column in (config.get("members") or {}).items()}
+    curves = []
+    for p in np.flatnonzero(known.any(0)):
+        own = {name: str(column[p]) for name, column in members.items() if len(column) == table.shape[1]}
+        curves.append((dict(_settings(config)) | own, (steps[known[:, p]], table[known[:, p], p])))
     return curves
 
 
@@ -151,16 +207,21 @@ def _draw(groups: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]], ou
         "ytick.labelcolor": "#222222",
         "svg.fonttype": "none",
     }
+    seeds = {name: f"{len(values)} seed{'s' if len(values) > 1 else ''}" for name, (_, values) in groups.items()}
+    labels = {name: textwrap.fill(f"{name} ({number})", _LABEL_WIDTH) for name, number in seeds.items()}
+    columns = 1 if len(groups) < 3 or max(map(len, labels.values())) > _LABEL_WIDTH / 2 else 2
+    rows = sum(label.count("\n") + 1 for label in labels.values()) / columns
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+        figure = Figure(figsize=(7.0, 4.2 + max(0.0, 0.25 * (rows - 4))), layout="constrained")
         FigureCanvasAgg(figure)  # No window, and no state shared with the caller's own figures.
         axes = figure.add_subplot()
         for i, (name, (steps, values)) in enumerate(groups.items()):
             colour = _COLOURS[i % len(_COLOURS)]
             line = _STYLES[i // len(_COLOURS) % len(_STYLES)]
-            label = f"{name} ({len(values)} seed{'s' if len(values) > 1 else ''})"
             marker = "o" if steps[0] == steps[-1] else None
-            axes.plot(steps, iqm(values, axis=0), line, color=colour, label=label, lw=1.8, marker=marker, zorder=3)
+            axes.plot(
+                steps, iqm(values, axis=0), line, color=colour, label=labels[name], lw=1.8, marker=marker, zorder=3
+            )
             if len(values) > 1:
                 low, high = _interval(values)
                 axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0, zorder=2)
@@ -171,7 +232,7 @@ def _draw(groups: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]], ou
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(color="#dddddd", lw=0.8)
         axes.set_axisbelow(True)
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=1 if len(groups) < 3 else 2)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=columns)
         if out.suffix.lstrip(".").lower() not in (kinds := figure.canvas.get_supported_filetypes()):
             raise ValueError(f"{out} has the suffix {out.suffix or 'none'!r}; use one of .{', .'.join(sorted(kinds))}.")
         with replacing(out) as part:

@@ -74,6 +74,7 @@ class TorchRLEnv(EnvBase):
     def __init__(self, env: TensorEnv, num_envs: int, seed: int, device: torch.device, compile: bool) -> None:
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
         self._env, self._groups = env, env.spec.groups
+        self._compile = compile
         self._stepped = Compiler(compile)(self._one_step)
         lead = self.batch_size
         if self._groups is None:
@@ -97,6 +98,7 @@ class TorchRLEnv(EnvBase):
         """See `EnvBase.to`; the game goes on there."""
         for name in ("_keys", "_state", "_seen", "_discount", "_was_last", "_first_action"):
             setattr(self, name, pytree.tree_map(lambda x: x if x is None else x.to(device), getattr(self, name)))
+        self._stepped = Compiler(self._compile)(self._one_step)  # a program is of one device
         return super().to(device)
 
     def _one_step(self, state: Tree, action: Tree, keys: Tensor) -> tuple[Tree, TimeStep]:

@@ -84,7 +84,9 @@ class Greedy(nn.Module):
         Raises:
           ValueError: if not.
         """
-        if self._checked or torch.compiler.is_compiling():
+        mapped = cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None  # by torch.vmap
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self._checked or mapped or captured or torch.compiler.is_compiling():
             return
         size, device = _size(observation)
         kept = played = self.initial_state(size)

@@ -22,7 +22,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.config import OBJECT, ConfigError, TrainConfig
 from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env
-from torchpod.makers import make_agent, make_env
+from torchpod.makers import make_agent, make_env, sources, with_defaults
 from torchpod.replay.segments import Segments
 from torchpod.run.checks import check_object, check_users_agent, check_users_env
 from torchpod.run.folder import changes, locked, new_run_dir, resume_source, resumed_config, seen_by_all, write_text
@@ -126,6 +126,9 @@ def _execute(job: _Job, env: Env | None, make: Callable[[], Agent] | None, until
         if ranks.world_size == 1:
             # Before there is anything to save a signal stops a run at once; torchrun ends all ranks.
             beginning.enter_context(StopFlag(ALONE, job.device, lambda: "stopped before it began", in_c=True))
+        with watching(f"{config.env['name']} has not come back from being imported", config.loop.timeout_s):
+            files, config = sources(config), with_defaults(config)
+        job = replace(job, config=config)
         env, loop, start = _begin(job, env, make)
         if isinstance(start, Run):
             _close(loop)
@@ -135,7 +138,7 @@ def _execute(job: _Job, env: Env | None, make: Callable[[], Agent] | None, until
         run_dir = new_run_dir(config, ranks) if source is None else seen_by_all(source, ranks)
         closing.enter_context(locked(run_dir) if ranks.rank == 0 else contextlib.nullcontext())
         segments = _segments(loop, run_dir, source, start.iteration)
-        keeper = Keeper(config.checkpoint, run_dir, loop.agent, ranks, segments, start.iteration or None)
+        keeper = Keeper(config.checkpoint, run_dir, loop.agent, ranks, segments, start.iteration or None, files)
         return _go_on(job, env, loop, start, keeper, until, beginning.close)
 
 
@@ -274,6 +277,6 @@ def _conclude(
         error.add_note(f"What was trained is saved; evaluate it with torchpod eval {run_dir}")
         raise
     if config.population > 1:
-        write_members(run_dir, config, agent, keeper.segments, state, summary, timing.wall_s)
+        write_members(run_dir, config, agent, keeper.segments, state, summary, keeper.meta(timing.wall_s))
     write_text(run_dir / "summary.json", json.dumps(summary, indent=1))  # last: the run is finished
     return summary

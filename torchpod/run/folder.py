@@ -20,6 +20,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.config import ConfigError, TrainConfig, from_dict
 from torchpod.distributed import RankError, Ranks
 from torchpod.machine import versions
+from torchpod.makers import sources
 from torchpod.metrics import METRICS_FILE
 
 JOB = "TORCHELASTIC_RUN_ID"
@@ -210,7 +211,17 @@ def changes(meta: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
         before = read_config(run_dir).loop
         for name in ("num_actor_threads", "pools_per_actor", "split"):
             then[f"loop.{name}"], now[f"loop.{name}"] = getattr(before, name), getattr(config.loop, name)
-    return ", ".join(f"{name} ({then.get(name)} -> {now.get(name)})" for name in now if now[name] != then.get(name))
+    told = [f"{name} ({then.get(name)} -> {now.get(name)})" for name in now if now[name] != then.get(name)]
+    return ", ".join([*told, *changed_sources(meta, config)])
+
+
+def changed_sources(meta: dict[str, Any], config: TrainConfig) -> list[str]:
+    """The files of the user's agent and environment that are not as they were when a checkpoint was written."""
+    then = {Path(path).name: digest for path, digest in meta.get("sources", {}).items()}  # a folder may have moved
+    now = {Path(path).name: digest for path, digest in sources(config).items()}
+    return [
+        f"{name} (sha256 {then[name][:8]} -> {now[name][:8]})" for name in now if now[name] != then.get(name, now[name])
+    ]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -29,6 +29,7 @@ class Keeper:
       ranks: of the run.
       segments: the files of the replay buffer, if there is one.
       saved_at: the iteration of the checkpoint that the run goes on from.
+      sources: digests of the user's files that the run has read, by path.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Keeper:
         ranks: Ranks,
         segments: Segments | None,
         saved_at: int | None,
+        sources: dict[str, str],
     ) -> None:
         self._config, self.run_dir, self._ranks, self.segments = config, run_dir, ranks, segments
-        self._agent, self.saved_at = agent, saved_at
+        self._agent, self.saved_at, self._sources = agent, saved_at, sources
         self._last_saved = time.perf_counter()
 
     def due(self) -> bool:
@@ -51,12 +53,15 @@ class Keeper:
             return True
         return time.perf_counter() - self._last_saved >= self._config.interval_s
 
+    def meta(self, wall_s: float) -> dict[str, Any]:
+        """What a checkpoint says of the run."""
+        return {"wall_s": wall_s, "sources": self._sources}
+
     def save(self, state: RunState, wall_s: float) -> None:
         """Writes a checkpoint."""
         iteration, segments = int(state.iteration.flatten()[0]), self.segments
         manifest = None if segments is None else segments.save(iteration)
-        meta, keep = {"wall_s": wall_s}, self._config.keep
-        save_state(self.run_dir, self._agent, state, meta, self._ranks, keep, manifest)
+        save_state(self.run_dir, self._agent, state, self.meta(wall_s), self._ranks, self._config.keep, manifest)
         if segments is not None:
             segments.clean()
         self.saved_at = iteration

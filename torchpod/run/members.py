@@ -34,7 +34,7 @@ def apply_members(state: RunState, config: TrainConfig) -> RunState:
     rates = {f"learning_rate.{group}" if len(groups) > 1 else "learning_rate": group for group in groups}
     schedules, bounds = config.algo.learner.schedules or {}, bounds_of(LearnerConfig)["learning_rate"]
     for name, values in config.members.items():
-        scheduled = {"learning_rate", name} if name in rates else {name}
+        scheduled = {name, "learning_rate", f"learning_rate.{rates[name]}"} if name in rates else {name}
         if scheduled & schedules.keys():
             raise ConfigError(f"members.{name} has a schedule, which is that of all members; leave one of them out.")
         if name in learner.buffers:
@@ -65,9 +65,12 @@ def write_members(
     segments: Segments | None,
     state: RunState,
     summary: dict[str, Any],
-    wall_s: float,
+    meta: dict[str, Any],
 ) -> None:
-    """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other."""
+    """A run folder for each member, that `torchpod train resume=` and `torchpod eval` take like any other.
+
+    What their checkpoints say of themselves is `meta`, from `Keeper.meta`.
+    """
     rows = read_metrics(run_dir)
     folders = {p: run_dir / "members" / str(p) for p in range(config.population)}
     for p, folder in list(folders.items()):
@@ -88,8 +91,7 @@ def write_members(
             resume=None,
         )
         one = pytree.tree_map(lambda x, p=p: x[p].clone(), state)
-        meta, keep = {"wall_s": wall_s, _OURS: True}, config.checkpoint.keep
-        save_state(folder, agent, one, meta, Ranks(), keep, manifests.get(p))
+        save_state(folder, agent, one, meta | {_OURS: True}, Ranks(), config.checkpoint.keep, manifests.get(p))
         clean(folder, 0, json.loads(manifests.get(p, b"{}")))
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}

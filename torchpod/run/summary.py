@@ -44,9 +44,11 @@ def summarise(
         means = [member["mean"] for member in summary["members"]]
         summary["best_member"] = means.index(max(means))
         summary["unhealthy_members"] = (~state.learner.healthy).nonzero().flatten().tolist()
+    env_steps = int(state.env_steps.double().mean())
     return summary | {
         **unfinished(evaluation),
-        "env_steps": int(state.env_steps.double().mean()),
+        "env_steps": env_steps,
+        "resets": int(state.iteration.flatten()[0]) * config.num_envs * config.algo.unroll_length - env_steps,
         "env_steps_per_s": timing.steps / timing.seconds if timing.seconds else None,
         "wall_s": timing.wall_s,
         "compile_s": timing.compile_s,

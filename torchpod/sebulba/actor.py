@@ -120,11 +120,11 @@ class Pool:
                 timestep = self.env.recv()  # pyright: ignore[reportAttributeAccessIssue]
             else:
                 _, timestep = self.env.step(None, *self._native)
+        if not self._alike:  # to the first, whose structure all have from here on
+            self.require_types(timestep)
+            self._alike = True
         if self._port is not None:
             self._phases.enter("transfer")
-            if not self._alike:  # to the first; the port has its types and shapes from here on
-                self.require_types(timestep)
-                self._alike = True
             try:
                 timestep = self._port.upload(timestep)
             except TypeError:

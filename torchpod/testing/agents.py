@@ -40,6 +40,11 @@ from torchpod.types import FIRST, LAST, ActorOutput, Batch, LossOutput, TimeStep
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 """Between sums in different orders: vmapped, permuted, split."""
+_OF_THE_RUN = frozenset(
+    ("iteration", "env_steps", "env_steps_per_s", "wall_s", "compile_s", "healthy", "grad_norm")
+    + ("episodes", "episode_return", "episode_length")
+)
+"""Names in metrics.jsonl that are no agent's to give; of `loss` it would be the same."""
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTEAD = {
     "one_hot(": "use torchpod.ops.features.one_hot, which looks at no value",
@@ -117,7 +122,9 @@ def check_agent(
     _check_weights(agent, params, minibatch, keys, loss, gradient)
     if quick:
         return
-    _check_memory(agent, params | buffers, pytree.tree_map(lambda x: x[0], acted.timestep), actor_keys)
+    if agent.recurrent:
+        began = pytree.tree_map(lambda x: x[0], acted.timestep)
+        _check_memory(agent, params | buffers, began, acted.actor_state, actor_keys)
 
     def gradient_through(own: Variables) -> Variables:
         """Of all losses, with the trajectory made of the same parameters."""
@@ -250,24 +257,23 @@ def _check_act(
     _, trajectory = unroll(make_step(agent, env), variables, carry, env_keys, actor_keys, length=length)
     for t in range(length + 1):
         seen = pytree.tree_map(lambda x, t=t: x[t], trajectory.timestep)
-        greedy = bound.act(seen, agent.initial_state(size), actor_keys, False)[0].action
+        greedy = bound.act(seen, state, actor_keys, False)[0].action
         _check_action(env.spec, greedy, seen, size, "act(explore=False): ")
     changed = difference(variables_of(agent), before, "variables")
     require(changed is None, f"act() must not write to the agent; it changed {changed}.")
     return trajectory
 
 
-def _check_memory(agent: Agent, variables: Variables, timestep: TimeStep, keys: Tensor) -> None:
-    """That where an episode begins the state of the last one does not matter."""
-    state = agent.initial_state(keys.shape[0])
+def _check_memory(agent: Agent, variables: Variables, timestep: TimeStep, state: Tree, keys: Tensor) -> None:
+    """That where an episode begins the memory of the last one does not matter."""
     other = pytree.tree_map(lambda x: x + 1 if x.is_floating_point() else x, state)
     timestep = timestep._replace(step_type=torch.full_like(timestep.step_type, FIRST))
-    fresh, after = (bind(agent, variables).act(timestep, x, keys) for x in (state, other))
-    changed = difference(after, fresh, "result", **TOLERANCE)
+    fresh, after = (bind(agent, variables).act(timestep, x, keys)[0].action for x in (state, other))
+    changed = difference(after, fresh, "action", **TOLERANCE)
     require(
         changed is None,
-        f"act() must begin anew where step_type is FIRST; another state before it changed {changed}. Take "
-        "initial_state() there.",
+        f"act() of a recurrent agent must begin anew where step_type is FIRST; another state before it changed the "
+        f"{changed}. Take initial_state() there.",
     )
 
 
@@ -384,12 +390,8 @@ def _check_report(agent: Agent, batch: Batch) -> None:
         "through_env, and report by LossOutput.metrics.",
     )
     for name, x in batch.report.items():
-        prefix, _, own = name.rpartition("/")
-        reward, weight = f"{prefix}/reward".lstrip("/"), told.get(weight_of(name))
-        require(
-            own in ("reward", "value", "value_target", "weight") and reward in batch.report,
-            f"Batch.report must be of reward, value and value_target, with reward among them; it has {name!r}.",
-        )
+        reward, weight = f"{name.rpartition('/')[0]}/reward".lstrip("/"), told.get(weight_of(name))
+        require(reward in batch.report, f"Batch.report must have {reward!r} beside {name!r}.")
         require(
             weight is not None and x.shape == weight.shape,
             f"Batch.report[{name!r}] must have the shape of {weight_of(name)!r}; it is {list(x.shape)}.",
@@ -444,6 +446,7 @@ def _check_loss(
         require_tensor(value, (), torch.float32, key.device, f"loss {name!r}")
         require(value.isfinite(), f"loss {name!r} must be finite; it is {value.item()}.")
     for name, value in out.metrics.items():
+        require(name not in _OF_THE_RUN, f"metric {name!r} is a number of the run's own; give it another name.")
         require(isinstance(value, Tensor) and value.shape == (), f"metric {name!r} must be a scalar tensor.")
     if out.priority is not None:
         require(
