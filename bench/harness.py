@@ -103,7 +103,7 @@ class Measurement(TypedDict):
     load_average: NotRequired[float]  # added by the harness, read just before the worker started
 
 
-class WorkerError(Exception):
+class WorkerError(ChildProcessError):
     """A worker is not installed or failed; the message says which and why."""
 
 

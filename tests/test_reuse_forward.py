@@ -141,6 +141,9 @@ class Threads(Ranks):
 
     meeting, handed = threading.Barrier(2, timeout=60), {}
 
+    def first(self, x):
+        return x  # both have the same
+
     def sum(self, x):
         self.handed[self.rank] = x.clone()
         self.meeting.wait()

@@ -151,6 +151,9 @@ class Halves(Ranks):
     handed = []  # by rank 1
     taken = []
 
+    def first(self, x):
+        return x  # both have the same
+
     def sum(self, x):
         if self.rank == 1:
             self.handed.append(x.clone())

@@ -39,12 +39,15 @@ class Compiler:
 
     def __init__(self, enabled: bool, population: int = 1, max_compilations: int = 1) -> None:
         compiler = os.environ.get("CXX", "g++")
-        if enabled and shutil.which(compiler) is None:  # programs for a GPU need one too, to be launched
+        has_compiler = shutil.which(compiler) is not None
+        # On a GPU any C compiler will do, with which Triton builds what launches its kernels.
+        of_c = (os.environ.get("CC", "cc"), "gcc", "clang") if torch.cuda.is_available() else ()
+        if enabled and not has_compiler and not any(map(shutil.which, of_c)):
             raise RuntimeError(
                 f"compile=true needs a C++ compiler, and {compiler} was not found; install g++ (Debian: apt-get "
                 "install g++), or run with compile=false."
             )
-        if enabled:
+        if enabled and has_compiler:
             cpu_memory.install()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
         self._made: weakref.WeakSet[Compiled] = weakref.WeakSet()  # an evaluation's programs go when it is over

@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 
 from torchpod import envs
 from torchpod.arguments import Parser
-from torchpod.bench.harness import WorkerError
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import CompileError, RecompilationError
 from torchpod.config import GROUPS, ConfigError, listed, load
@@ -73,10 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if notes := getattr(error, "__notes__", ()):
             print(f"torchpod: stopped, for nobody reads what it prints. {' '.join(notes)}", file=sys.stderr)
         return 1
-    except (
-        *(CheckpointError, CompileError, RecompilationError, NonFiniteErrorInRun, RankError, WorkerError),
-        *EVERYDAY,
-    ) as error:
+    except (CheckpointError, CompileError, RecompilationError, NonFiniteErrorInRun, RankError, *EVERYDAY) as error:
         if os.environ.get("TORCHPOD_TRACEBACK") == "1":
             raise
         _report(error)

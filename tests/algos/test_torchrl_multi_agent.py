@@ -428,7 +428,7 @@ def test_policies_may_have_losses_and_settings_of_their_own(seed):
     assert type(losses["sheep"]).__name__ == "MAPPOLoss" and type(losses["dog"]) is ClipPPOLoss
     assert agent.standardise == ("sheep/advantage", "cat/advantage")
     assert list(agent.optimizer_groups()) == ["sheep", "cat"]
-    sizes = {name: x.shape[1] for name, x in agent.named_parameters() if name.endswith("body.0.weight")}
+    sizes = {name: x.shape[1] for name, x in variables_of(agent)[0].items() if name.endswith("body.0.weight")}
     assert sorted(sizes.values()) == [2, 2, 3, 3 + 3 * N + 4]
     state, _ = learned(agent, rollout(agent, seed), seed)
     before = variables_of(agent)[1]

@@ -106,7 +106,7 @@ def test_a_result_that_is_a_table_is_new_in_every_call():
     assert compiled(torch.zeros(1))[1].tolist() == [0, 2, 4, 6]
 
 
-def test_a_machine_with_a_gpu_needs_no_compiler_of_cpp(monkeypatch):
+def test_a_machine_with_a_gpu_and_a_compiler_of_c_needs_none_of_cpp(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu_memory, "install", lambda: 1 / 0)

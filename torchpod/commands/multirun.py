@@ -79,7 +79,7 @@ def _train(overrides: Sequence[str]) -> tuple[int, bool]:
     listening = {
         number: signal.signal(number, pass_on)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
     }
     try:
         # In a process group of its own, so that Ctrl-C reaches it once, from here, as every signal does.
