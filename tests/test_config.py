@@ -19,9 +19,10 @@ from torchpod import algos, configs, envs
 from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT
 from torchpod.config import ConfigError, TrainConfig, choices, default_experiment, from_dict, load
 from torchpod.learner import LearnerConfig
-from torchpod.makers import make_agent, make_env, sources
+from torchpod.makers import find, make_agent, make_env, sources, with_defaults
 from torchpod.replay import ReplayConfig
 from torchpod.run.execute import execute
+from torchpod.run.folder import changed_sources
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
 AGENT_FILE = Path(__file__).parent / "user_agent.py"
@@ -285,9 +286,43 @@ def test_the_files_of_a_user_are_known_by_their_contents(tmp_path: Path):
     (tmp_path / "a.py").write_text("1")
     config = load([f"env={tmp_path}/a.py:A"])
     digest = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
-    assert sources(config) == {f"{tmp_path}/a.py": digest} and sources(load()) == {}
+    assert sources(config) == {"env": [f"{tmp_path}/a.py", digest]} and sources(load()) == {}
     for name, found in (("gone.a:A", 0), (f"{tmp_path}/gone.py:A", 0), ("object:A", 0), ("tests.user_env:MyEnv", 1)):
         assert len(sources(dataclasses.replace(config, env={"name": name}))) == found
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(folder)
+    config = load([f"env={tmp_path}/b/mine.py:A"])
+    config = dataclasses.replace(config, algo=dataclasses.replace(config.algo, name=f"{tmp_path}/a/mine.py:A"))
+    meta = {"sources": sources(config)}
+    assert changed_sources(meta, config) == []
+    (tmp_path / "a" / "mine.py").write_text("another")
+    assert [x.partition(" ")[0] for x in changed_sources(meta, config)] == ["mine.py"]
+
+
+def test_defaults_are_those_of_the_constructor_but_for_what_is_put_around(tmp_path: Path):
+    (tmp_path / "own.py").write_text(
+        "from torchrl.envs import EnvBase\nfrom torchpod.envs import CartPole\n\n\nclass Theirs(EnvBase):\n"
+        "    def __init__(self, size=3, *, seed=None):\n        super().__init__()\n\n"
+        "    _reset = _step = _set_seed = None\n\n\nclass Wraps(CartPole):\n"
+        "    def __init__(self, transforms=None, slope=0.5):\n        super().__init__()\n"
+    )
+    recorded = [with_defaults(load([f"env={tmp_path}/own.py:{name}"])).env for name in ("Theirs", "Wraps")]
+    assert [{k: v for k, v in env.items() if k != "name"} for env in recorded] == [
+        {"size": 3, "seed": None},
+        {"slope": 0.5},
+    ]
+
+
+def test_a_file_is_imported_once_and_again_when_it_is_another(tmp_path: Path):
+    (tmp_path / "once.py").write_text("class A:\n    x = []\n")
+    first, again = (find(f"{tmp_path}/once.py:A", {}, "env") for _ in range(2))
+    assert first is again
+    (tmp_path / "once.py").write_text("class A:\n    x = 1\n")
+    assert find(f"{tmp_path}/once.py:A", {}, "env").x == 1
 
 
 def test_an_environment_that_is_not_known_may_be_one_of_ones_own():

@@ -560,7 +560,8 @@ def test_without_a_compiler_compile_true_says_so_and_compile_false_works(
     # On a GPU any compiler of C will do.
     for variable, value in (("PATH", "/nowhere"), *([] if gpu else [("CXX", "/nowhere/g++")])):
         with monkeypatch.context() as patch:
-            patch.delenv("CXX", raising=False)
+            for name in ("CC", "CXX"):
+                patch.delenv(name, raising=False)
             patch.setenv(variable, value)
             error = error_of(call("train", *SMALL, "compile=true", f"run_dir={variable}"))
             assert error.startswith("compile=true needs a C++ compiler, and")

@@ -41,7 +41,7 @@ class Compiler:
         compiler = os.environ.get("CXX", "g++")
         has_compiler = shutil.which(compiler) is not None
         # On a GPU any C compiler will do, with which Triton builds what launches its kernels.
-        of_c = (os.environ.get("CC", "cc"), "gcc", "clang") if torch.cuda.is_available() else ()
+        of_c = ((os.environ.get("CC") or "cc").split()[0], "gcc", "clang") if torch.cuda.is_available() else ()
         if enabled and not has_compiler and not any(map(shutil.which, of_c)):
             raise RuntimeError(
                 f"compile=true needs a C++ compiler, and {compiler} was not found; install g++ (Debian: apt-get "

@@ -10,6 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torchpod import algos, envs
@@ -218,7 +219,8 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         agent = {name: plain(x) for name, x in defaults_of_fields(cls).items() if _is_read_back(cls, name, x)} | agent
     if ":" in env["name"] and not env["name"].startswith(OBJECT):
         defaults = defaults_of_arguments(find(env["name"], envs.MAKERS, "env"))
-        env = {"name": env["name"]} | {name: x for name, x in defaults.items() if _is_plain(x)} | env
+        own = {name: x for name, x in defaults.items() if name != "transforms" and _is_plain(x)}  # those are ours
+        env = {"name": env["name"]} | own | env
     return dataclasses.replace(config, algo=dataclasses.replace(config.algo, agent=agent), env=env)
 
 
@@ -234,6 +236,8 @@ def defaults_of_fields(cls: Any) -> dict[str, Any]:
 
 def defaults_of_arguments(maker: Callable[..., Any]) -> dict[str, Any]:
     """Those that there are, of what may be given by name."""
+    if inspect.isclass(maker) and type(maker) is not type:  # such as TorchRL's, whose metaclass takes anything
+        maker = maker.__init__
     parameters = inspect.signature(maker).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
 
@@ -253,10 +257,10 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) is list else type(value) in (type(None), bool, int, float, str)
 
 
-def sources(config: TrainConfig) -> dict[str, str]:
-    """SHA-256 of the files that a user's agent and environment are in, as far as they are there, by path."""
+def sources(config: TrainConfig) -> dict[str, list[str]]:
+    """Paths and SHA-256 of the files that a user's agent and environment are in, as far as they are there, by group."""
     found = {}
-    for name, makers in ((config.algo.name, algos.MAKERS), (config.env["name"], envs.MAKERS)):
+    for group, name, makers in (("algo", config.algo.name, algos.MAKERS), ("env", config.env["name"], envs.MAKERS)):
         path = name.rpartition(":")[0]
         if name in makers or name.startswith(OBJECT) or not path:
             continue
@@ -264,8 +268,16 @@ def sources(config: TrainConfig) -> dict[str, str]:
             with contextlib.suppress(ImportError):  # of a package that is not there any more
                 path = getattr(importlib.util.find_spec(path), "origin", None) or path
         if Path(path).is_file():
-            found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            found[group] = [path, _digest_of(path)]
     return found
+
+
+def _digest_of(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+_modules: dict[tuple[str, str, str], ModuleType] = {}
+"""What was imported of users' files, by group, path and digest."""
 
 
 def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
@@ -290,16 +302,19 @@ def find(name: str, makers: Mapping[str, Any], group: str) -> Any:
         )
     spec = importlib.util.spec_from_file_location(f"_torchpod_{group}_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    key = group, str(Path(path).resolve()), _digest_of(path)
+    module = _modules.get(key) or importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dynamo and pickle look modules up by name
     if (folder := str(Path(path).resolve().parent)) not in sys.path:
         sys.path.append(folder)  # it may import what lies beside it
     try:
-        spec.loader.exec_module(module)
+        if key not in _modules:
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{group}={name}: {path} cannot be imported: {sentence(error)} TORCHPOD_TRACEBACK=1 shows where."
         ) from error
+    _modules[key] = module
     if not callable(getattr(module, attribute, None)):
         kinds = inspect.isclass if group == "algo" else callable
         public = [n for n, v in vars(module).items() if kinds(v) and v.__module__ == module.__name__ and n[0] != "_"]

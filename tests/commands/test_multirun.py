@@ -37,7 +37,9 @@ def test_runs_are_the_product_of_several_values_as_hydra_reads_them(overrides: l
     [
         (["seed=interval(0,1)"], r"seed=interval\(0,1\) is no list of values; write them, or choice"),
         (["seed=0,1", "num_envs=8,0"], "num_envs=0 must be at least 1"),
-        (["seed=0,1", "run_dir=x"], "run_dir is the folder of one run, and --multirun has several; leave it out"),
+        (["seed=0,1", "resume=auto"], "resume is of one run, and --multirun has several; leave it out"),
+        (["seed=range(3,1)"], r"seed=range\(3,1\) has no values; give some, e.g. seed=1,2"),
+        (["seed=0,1", "run_dir=x"], "run_dir is of one run, and --multirun has several; leave it out"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_the_first_run(overrides, message, monkeypatch):

@@ -37,6 +37,8 @@ def _each(override: str) -> list[str]:
         values = list(parsed.sweep_string_iterator())
     except HydraException as error:
         raise ConfigError(f"{override} is no list of values; write them, or choice(a,b) or range(1,4).") from error
+    if not values:
+        raise ConfigError(f"{override} has no values; give some, e.g. {key}=1,2.")
     # What groups choose, a path too, `load` takes as it is.
     return [f"{key}={value.replace(chr(92), '') if key in GROUPS else value}" for value in values]
 
@@ -51,9 +53,10 @@ def multirun(overrides: Sequence[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--multirun starts a process for each run; start it without torchrun.")
     runs, failed = combinations(overrides), []
-    for run in runs:
-        if load(run).run_dir is not None:
-            raise ConfigError("run_dir is the folder of one run, and --multirun has several; leave it out.")
+    configs = [load(run) for run in runs]
+    for name in ("run_dir", "resume"):
+        if any(getattr(config, name) is not None for config in configs):
+            raise ConfigError(f"{name} is of one run, and --multirun has several; leave it out.")
     for i, run in enumerate(runs, 1):
         print(f"run {i} of {len(runs)}: {shlex.join(run)}", flush=True)
         status, stopped = _train(run)
@@ -83,7 +86,9 @@ def _train(overrides: Sequence[str]) -> tuple[int, bool]:
     }
     try:
         # In a process group of its own, so that Ctrl-C reaches it once, from here, as every signal does.
-        process = subprocess.Popen([sys.executable, "-m", "torchpod", "train", *overrides], process_group=0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torchpod", "train", *overrides], stdin=subprocess.DEVNULL, process_group=0
+        )
         started.append(process)
         for number in heard:
             process.send_signal(number)

@@ -17,7 +17,7 @@ import yaml
 
 from torchpod import checkpoint
 from torchpod.checkpoint import CheckpointError
-from torchpod.config import ConfigError, TrainConfig, from_dict
+from torchpod.config import ConfigError, TrainConfig, choices, from_dict
 from torchpod.distributed import RankError, Ranks
 from torchpod.machine import versions
 from torchpod.makers import sources
@@ -82,6 +82,14 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
         moved = key in ("algo", "env") and _moved(str(old.get(name)), str(new.get(name)))
         if moved and Path(str(old[name])).name != Path(str(new[name])).name and os.environ.get("RANK", "0") == "0":
             print(f"{key}={new[name]} is taken for {old[name]}, which is not there any more.")
+        if (
+            key == "experiment"
+            and config.experiment not in choices("experiment")
+            and os.environ.get("RANK", "0") == "0"
+        ):
+            print(
+                f"{source} goes on with its own settings; what is to change of experiment={config.experiment}, say it."
+            )
         if moved or ".".join([*path, name]) in MAY_CHANGE or [*path, name][0] in MAY_CHANGE:
             old[name] = new[name]
         elif key not in ("resume", "run_dir") and old.get(name) != new.get(name):
@@ -217,11 +225,12 @@ def changes(meta: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
 
 def changed_sources(meta: dict[str, Any], config: TrainConfig) -> list[str]:
     """The files of the user's agent and environment that are not as they were when a checkpoint was written."""
-    then = {Path(path).name: digest for path, digest in meta.get("sources", {}).items()}  # a folder may have moved
-    now = {Path(path).name: digest for path, digest in sources(config).items()}
-    return [
-        f"{name} (sha256 {then[name][:8]} -> {now[name][:8]})" for name in now if now[name] != then.get(name, now[name])
-    ]
+    told, then = {}, meta.get("sources", {})
+    for group, (path, digest) in sources(config).items():
+        _, before = then.get(group, (path, digest))
+        if before != digest:
+            told[f"{Path(path).name} (sha256 {before[:8]} -> {digest[:8]})"] = None  # once, if both are in it
+    return list(told)
 
 
 def write_text(path: Path, text: str) -> None:

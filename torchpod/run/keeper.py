@@ -40,7 +40,7 @@ class Keeper:
         ranks: Ranks,
         segments: Segments | None,
         saved_at: int | None,
-        sources: dict[str, str],
+        sources: dict[str, list[str]],
     ) -> None:
         self._config, self.run_dir, self._ranks, self.segments = config, run_dir, ranks, segments
         self._agent, self.saved_at, self._sources = agent, saved_at, sources

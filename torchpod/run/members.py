@@ -96,6 +96,7 @@ def write_members(
         write_text(folder / "config.yaml", yaml.safe_dump(member.to_dict(), sort_keys=False))
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
         own["healthy"] = bool(state.learner.healthy[p])
+        own["resets"] = summary["env_steps"] + summary["resets"] - own["env_steps"]
         write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
         with Logger(folder, resume_at=0) as logger:
             for row in rows:
