@@ -1,5 +1,7 @@
 """Gradients through the environment: against finite differences and autograd; members, ranks, compiled programs."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -213,7 +215,7 @@ class Sees(SHAC):
 def test_statistics_and_buffers_of_an_agent_are_kept(seed, population):
     env = ENVS["pendulum"]
     settings = {"num_envs": B, "unroll_length": T, "learner": CONFIG, "num_iterations": 8}
-    make_agent = lambda: Sees(env.spec, SHACConfig(hidden=(6,)))  # noqa: E731
+    make_agent = functools.partial(Sees, env.spec, SHACConfig(hidden=(6,)))
     anakin = Anakin(make_agent, env, compiler=Compiler(False, population), **settings)
     state, _ = iterate(anakin, seed % 2**31, count=3)
     buffers = state.learner.buffers

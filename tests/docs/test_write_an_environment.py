@@ -2,12 +2,12 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.docs.blocks import run_blocks
 from torchpod import random
 from torchpod.main import main
 from torchpod.makers import make_env
@@ -46,16 +46,7 @@ def test_the_page_has_its_blocks():
 
 
 def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.chdir(tmp_path)  # training writes its run folder here
-    monkeypatch.syspath_prepend(tmp_path)
-    names: dict[str, object] = {"__name__": "__main__"}
-    for block in BLOCKS:
-        if found := re.match(r"# (\w+)\.py\n", block):
-            monkeypatch.delitem(sys.modules, found[1], raising=False)  # of another test
-            (tmp_path / f"{found[1]}.py").write_text(block)
-        else:
-            exec(compile(block, str(PAGE), "exec"), names)
-    assert "run" in names
+    assert "run" in run_blocks(BLOCKS, PAGE, tmp_path, monkeypatch)
     assert main(["check", "my_env.py:MyEnv", "my_plain.py:PlainLift"]) == 0
     check_env(make_env("my_teams.py:Tug"), compile=False)
     _check_mower_and_boat()
