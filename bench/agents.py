@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from torchpod.bench import harness
+from torchpod.bench import harness, processes
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import Record, RowMaker
-from torchpod.config import load
+from torchpod.bench.compare import RowMaker
+from torchpod.bench.harness import Record
+from torchpod.compose import load
 
 
 class Case(NamedTuple):
@@ -78,7 +79,7 @@ def main(
     if quick:
         cases, rounds = cases[:1], 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    core = harness.last_core() if device == "cpu" else None
+    core = processes.last_core() if device == "cpu" else None
     make = RowMaker()
     if budget_s is None and device == "cuda":
         budget_s = GPU_BUDGET_S
@@ -96,7 +97,7 @@ def main(
                     rate(case, seed, core, [f"device={device}", *overrides], deadline + AFTER_BUDGET_S)
                     for seed in range(rounds)
                 ]
-            except harness.WorkerError as error:
+            except processes.WorkerError as error:
                 record.failures.append((name, str(error)))
                 continue
             record.rows.append(make.alone(name, statistics.median(rates), "env_steps/s", rates))
@@ -117,5 +118,5 @@ def rate(case: Case, seed: int, core: int | None, overrides: Sequence[str], dead
         line += ["evaluation.episodes=1", "logger.console=false"]
         command = [sys.executable, "-m", "torchpod", "train", *line, *overrides]
         timeout_s = min(1800.0, max(1.0, deadline - time.monotonic()))
-        harness.output_of(command, harness.ONE_THREAD, "the run", core=core, timeout_s=timeout_s)
+        processes.output_of(command, processes.ONE_THREAD, "the run", core=core, timeout_s=timeout_s)
         return json.loads((run / "summary.json").read_text())["env_steps_per_s"]

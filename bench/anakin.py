@@ -20,8 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchpod.bench import harness
-from torchpod.bench.harness import Measured, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench import compare, harness, processes
+from torchpod.bench.compare import Row, RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Measured, Worker, WorkerError
 from torchpod.bench.targets import PRODUCT, Failure
 
 
@@ -103,7 +105,7 @@ def main(
     if quick:
         cases, rounds, repeats = (Case(1024), Case(1024, peer="rejax")), 2, 1
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     ours, jax = workers or default_workers()
     make = RowMaker()
     chosen = harness.chosen(cases, only, "anakin")
@@ -121,14 +123,14 @@ def main(
                 continue
             arguments = [case_arguments(case, repeats, learn=not quick, seed=i) for i in range(rounds)]
             pinned = core if case.cores == 1 else sorted(os.sched_getaffinity(0))[-case.cores :]
-            results = harness.interleave((ours, peer), arguments, core=pinned)
+            results = processes.interleave((ours, peer), arguments, core=pinned)
             a, b = results[ours.name], results[peer.name]
             row = make.rate(case.name, a, b, peer_name=peer.name)
             learns = not quick and case.num_envs in LEARN_ITERATIONS[case.env]
             if case.mode == "update" and learns:
-                record.failures += harness.untrained(case.name, case.env, (a, b))
+                record.failures += compare.untrained(case.name, case.env, (a, b))
             elif case.mode == "update":
-                row = noted(row, harness.TOO_EARLY)
+                row = noted(row, compare.TOO_EARLY)
             row = with_floor(row, case, a, max(c[PRODUCT] for c in record.calibrations))
             record.rows.append(row)
             print(describe(row), flush=True)
@@ -147,7 +149,7 @@ def main(
                 for row in new:
                     print(describe(row), flush=True)
             # rejax's networks begin otherwise: in so few steps it is ahead.
-            record.failures += harness.problems(case.name, a, b, returns=learns or (quick and case.peer == "jax"))
+            record.failures += compare.problems(case.name, a, b, returns=learns or (quick and case.peer == "jax"))
             record.calibrate(core)
         record.failures += [] if quick else slower_than_rejax(record.rows)
     return record.status
@@ -176,8 +178,8 @@ def noted(row: Row, note: str) -> Row:
 
 def default_workers() -> tuple[Worker, Worker]:
     """Torchpod in this Python, JAX in that of `.venv-peers`."""
-    python, missing = harness.peers_python()
-    driver = str(harness.ROOT / "bench" / "peers" / "jax_ppo.py")
+    python, missing = processes.peers_python()
+    driver = str(processes.ROOT / "bench" / "peers" / "jax_ppo.py")
     return (
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.anakin_worker")),
         Worker("jax", (python, driver), missing=missing),
@@ -186,8 +188,8 @@ def default_workers() -> tuple[Worker, Worker]:
 
 def rejax_worker() -> Worker:
     """PPO of rejax, in the Python of `.venv-peers`."""
-    python, missing = harness.peers_python()
-    return Worker("rejax", (python, str(harness.ROOT / "bench" / "peers" / "rejax_ppo.py")), missing=missing)
+    python, missing = processes.peers_python()
+    return Worker("rejax", (python, str(processes.ROOT / "bench" / "peers" / "rejax_ppo.py")), missing=missing)
 
 
 def slower_than_rejax(rows: Sequence[Row]) -> list[Failure]:
@@ -230,7 +232,7 @@ def starts_again(
     for seed in range(rounds):
         arguments = case_arguments(case, 1, learn=False, seed=seed)
         if seed > 0:
-            colds.append(harness.interleave(workers, [arguments], core=core))
+            colds.append(processes.interleave(workers, [arguments], core=core))
         if case == FIRST:
             firsts.append(first_start(workers[0], arguments, core))
     return colds, firsts
@@ -271,7 +273,7 @@ def make_libraries(ours: Worker, core: int | None) -> None:
 
     If it fails so do the cases, which say why.
     """
-    harness.interleave((ours,), [case_arguments(Case(64), 1, learn=False, seed=0)], core=core)
+    processes.interleave((ours,), [case_arguments(Case(64), 1, learn=False, seed=0)], core=core)
 
 
 def first_start(ours: Worker, arguments: Sequence[str], core: int | Sequence[int] | None) -> Measured:
@@ -281,7 +283,7 @@ def first_start(ours: Worker, arguments: Sequence[str], core: int | Sequence[int
         for home in homes.values():
             Path(home).mkdir()
         worker = dataclasses.replace(ours, env={**ours.env, **homes})
-        return harness.interleave((worker,), [arguments], core=core)[ours.name]
+        return processes.interleave((worker,), [arguments], core=core)[ours.name]
 
 
 def warm_run(make: RowMaker, num_envs: int, core: int | Sequence[int] | None, repeats: int) -> Row:
@@ -292,12 +294,12 @@ def warm_run(make: RowMaker, num_envs: int, core: int | Sequence[int] | None, re
     """
     seconds = []
     with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as folder:
-        env = {**harness.ONE_THREAD, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")}
+        env = {**processes.ONE_THREAD, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")}
         settings = ("experiment=cartpole", f"num_envs={num_envs}", "total_env_steps=1", "evaluation.episodes=1")
         for i, command in enumerate(["warmup"] + ["train"] * repeats):
             arguments = [sys.executable, "-m", "torchpod", command, *settings, f"run_dir={folder}/run{i}"]
             began = time.perf_counter()
-            harness.output_of(arguments, env, f"torchpod {command}", core=core)
+            processes.output_of(arguments, env, f"torchpod {command}", core=core)
             seconds.append(time.perf_counter() - began)
     row = make.alone(f"train_warm_cartpole/{num_envs}", statistics.median(seconds[1:]), "s", seconds[1:])
     note = "`torchpod train` after `torchpod warmup`: one iteration and an episode, from its first to its last moment"

@@ -28,8 +28,8 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, RunState
 from torchpod.bench import floor
 from torchpod.bench.clock import Clock
-from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled, table
+from torchpod.bench.processes import Measurement, dtype_of
 from torchpod.compile import Compiler
 from torchpod.env import TensorEnv
 from torchpod.envs.classic.cartpole import CartPole

@@ -21,9 +21,11 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchpod.bench import harness
+from torchpod.bench import compare, harness, processes
 from torchpod.bench.anakin import compile_rows, describe, noted
-from torchpod.bench.harness import TOO_EARLY, Measured, Record, RowMaker, Worker
+from torchpod.bench.compare import TOO_EARLY, RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Measured, Worker
 
 
 class Case(NamedTuple):
@@ -92,35 +94,35 @@ def main(
         record.calibrate(None)
         for case in harness.chosen(cases, only, "brax"):
             arguments = [case_arguments(case, repeats, seed=i) for i in range(rounds)]
-            results = harness.interleave((ours, peer), arguments, core=None)
+            results = processes.interleave((ours, peer), arguments, core=None)
             a, b = results[ours.name], results[peer.name]
             new = [make.rate(case.name, a, b, peer_name=peer.name)]
             told = TOO_EARLY if case.mode == "update" else ""
             if case.learn:
                 told = returned((a, b))
-                record.failures += harness.untrained(case.name, case.env, (a, b))
+                record.failures += compare.untrained(case.name, case.env, (a, b))
             new[0] = noted(new[0], told)
             if case.mode == "update":
                 new += compile_rows(make, case.name, (ours, peer), [results])
             for row in new:
                 record.rows.append(dataclasses.replace(row, note="; ".join(filter(None, [NOTES[case.mode], row.note]))))
                 print(describe(record.rows[-1]), flush=True)
-            record.failures += harness.problems(case.name, a, b, returns=case.learn > 0)
+            record.failures += compare.problems(case.name, a, b, returns=case.learn > 0)
     return record.status
 
 
 def returned(sides: Sequence[Measured]) -> str:
     """What each side learned, in the mean of its rounds."""
-    found = [(side[0]["framework"], harness.mean_return(side)) for side in sides if isinstance(side, list)]
+    found = [(side[0]["framework"], processes.mean_return(side)) for side in sides if isinstance(side, list)]
     return "returns: " + ", ".join(f"{name} {'none' if mean is None else format(mean, '.3g')}" for name, mean in found)
 
 
 def default_workers() -> tuple[Worker, Worker]:
     """Torchpod in this Python, Brax in that of `.venv-peers`."""
-    python, missing = harness.peers_python()
+    python, missing = processes.peers_python()
     return (
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.brax_worker")),
-        Worker("brax", (python, str(harness.ROOT / "bench" / "peers" / "jax_brax.py")), missing=missing),
+        Worker("brax", (python, str(processes.ROOT / "bench" / "peers" / "jax_brax.py")), missing=missing),
     )
 
 

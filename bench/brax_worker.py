@@ -20,7 +20,7 @@ import torch
 
 from torchpod import random
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.bench.harness import Measurement, dtype_of
+from torchpod.bench.processes import Measurement, dtype_of
 from torchpod.compile import Compiler
 from torchpod.envs.host import Brax
 from torchpod.evaluate import evaluate

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torchpod.bench import harness
+from torchpod.bench import compare, harness, processes
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import MissingError, Record, RowMaker, Worker
+from torchpod.bench.compare import RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import MissingError, Worker
 
 NUM_ENVS = 2048
 STEPS_PER_CALL = 4_000_000
@@ -82,7 +84,7 @@ def main(
     if quick:
         cases, alone, rounds, repeats = cases[:1], (), 2, 1
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     ours, peer = workers or default_workers()
     make = RowMaker()
     extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
@@ -91,21 +93,21 @@ def main(
         for case in harness.chosen([*cases, *alone], only, "envs"):
             sides = (ours, peer) if case.peer else (ours,)
             arguments = [case_arguments(case, repeats, quick=quick, seed=i) for i in range(rounds)]
-            results = harness.interleave(sides, arguments, core=core)
+            results = processes.interleave(sides, arguments, core=core)
             a = results[ours.name]
             b = results.get(peer.name, MissingError("gymnax has no such environment"))
             row = make.rate(f"{case.name}/{NUM_ENVS}", a, b, peer_name=peer.name)
             record.rows.append(row)
             print(describe(row), flush=True)
-            record.failures += harness.problems(row.name, a, b)
+            record.failures += compare.problems(row.name, a, b)
             record.calibrate(core)
     return record.status
 
 
 def default_workers() -> tuple[Worker, Worker]:
     """Torchpod in this Python, gymnax in that of `.venv-peers`."""
-    python, missing = harness.peers_python()
-    driver = str(harness.ROOT / "bench" / "peers" / "jax_envs.py")
+    python, missing = processes.peers_python()
+    driver = str(processes.ROOT / "bench" / "peers" / "jax_envs.py")
     return (
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.envs_worker")),
         Worker("gymnax", (python, driver), missing=missing),

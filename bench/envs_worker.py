@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.actions import random_action
-from torchpod.bench.harness import Measurement
+from torchpod.bench.processes import Measurement
 from torchpod.compile import Compiler
 from torchpod.makers import make_env
 from torchpod.specs import Box, Discrete

@@ -25,10 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpod.bench import floor, harness
+from torchpod.bench import compare, floor, harness, processes
 from torchpod.bench.anakin import describe, noted
+from torchpod.bench.compare import Row, RowMaker
 from torchpod.bench.gpu_checks import correctness
-from torchpod.bench.harness import Measured, MissingError, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Measured, MissingError, Worker, WorkerError
 from torchpod.bench.served import Job, Result, Wave
 from torchpod.bench.targets import Failure
 from torchpod.kernels import gpu_unroll
@@ -189,7 +191,7 @@ def main(
             record.failures += wrong
             if case.learns and not quick:
                 sides = of_ours.measurements, of_peer.measurements
-                record.failures += harness.untrained(case.name, case.env, sides)
+                record.failures += compare.untrained(case.name, case.env, sides)
             print(describe(of_case[0]), flush=True)
         host_rows(record, make, [x for x in todo if isinstance(x, HostCase)], device, deadline, quick=quick)
         if only is None and not quick:
@@ -209,10 +211,10 @@ def checked(device: str, num_envs: int) -> tuple[list[Row], list[Failure]]:
 
 def default_workers(device: str) -> tuple[Worker, Worker]:
     """Torchpod in this Python; JAX in that of `.venv-peers`, or in this one, the first that has it for the device."""
-    python, missing = harness.peers_python(device)
-    if missing and not harness.lacks_jax(sys.executable, device):
+    python, missing = processes.peers_python(device)
+    if missing and not processes.lacks_jax(sys.executable, device):
         python, missing = sys.executable, None
-    driver = str(harness.ROOT / "bench" / "peers" / "jax_ppo.py")
+    driver = str(processes.ROOT / "bench" / "peers" / "jax_ppo.py")
     return (
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.anakin_worker")),
         Worker("jax", (python, driver), missing=missing),
@@ -260,13 +262,13 @@ def case_rows(
 ) -> tuple[list[Row], list[Failure]]:
     """The rows of a case, its rate first, and what is wrong with it."""
     a, b, details = ours.measurements, of_peer.measurements, ours.details
-    failures = harness.problems(case.name, a, b, returns=case.learns)
+    failures = compare.problems(case.name, a, b, returns=case.learns)
     rate = make.rate(case.name, a, b, peer_name=peer.name)
     if isinstance(a, list):
         notes = [
             f"TF32 {'on' if a[0].get('tf32') else 'off'}",
             floor_note(case, a[0], details, make.hardware["gpu"]),
-            "" if case.learns else harness.TOO_EARLY,
+            "" if case.learns else compare.TOO_EARLY,
             rate.note,
         ]
         rate = dataclasses.replace(rate, note="; ".join(filter(None, notes)))
@@ -342,7 +344,7 @@ def _host_case(
     arguments = ["--task", case.task, "--num-envs", case.num_envs, "--unroll-length", case.unroll_length]
     arguments += ["--algo", "impala", "--device", device, "--iterations", 2 if quick else case.iterations]
     of_raw, of_ours = (
-        harness.run_worker(
+        processes.run_worker(
             worker,
             [str(x) for x in (*arguments, "--mode", mode, *layout)],
             core=None,
@@ -351,11 +353,11 @@ def _host_case(
         )
         for mode, layout in (("env_only", ("--actors", 1)), ("update", LAYOUT))
     )
-    raw, ours = (statistics.median(harness.rates(m)) for m in (of_raw, of_ours))
+    raw, ours = (statistics.median(processes.rates(m)) for m in (of_raw, of_ours))
     where = case.name.removeprefix("impala_")
     rows = [
-        make.alone(f"raw_envpool_{where}", raw, "env_steps/s", harness.rates(of_raw)),
-        make.alone(case.name, ours, "env_steps/s", harness.rates(of_ours)),
+        make.alone(f"raw_envpool_{where}", raw, "env_steps/s", processes.rates(of_raw)),
+        make.alone(case.name, ours, "env_steps/s", processes.rates(of_ours)),
         make.alone(f"impala_of_raw_{where}", ours / raw, "share"),
     ]
     print(describe(rows[1]), flush=True)

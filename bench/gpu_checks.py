@@ -6,7 +6,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.anakin import RunState
 from torchpod.bench import anakin_worker
-from torchpod.bench.harness import Row, RowMaker
+from torchpod.bench.compare import Row, RowMaker
 from torchpod.bench.kernels import kernels, profiled, waits
 from torchpod.bench.targets import Failure
 from torchpod.compile import Compiler

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from torchpod.bench import anakin, harness
+from torchpod.bench import anakin, compare, harness, processes
 from torchpod.bench.anakin import Case
-from torchpod.bench.harness import RANDOM, Measured, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.compare import RANDOM, Row, RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Measured, Worker, WorkerError
 from torchpod.bench.targets import Failure
 
 SEEDS = {
@@ -58,18 +60,18 @@ def main(
     if quick:
         seeds = {Case(1024): 2}
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     sides, make = workers or anakin.default_workers(), RowMaker()
     with Record("learning", json_path, core=core, quick=quick, only=only) as record:
         for case in harness.chosen([*seeds], only, "learning"):
             arguments = [anakin.case_arguments(case, 1, learn=not quick, seed=seed) for seed in range(seeds[case])]
-            results = harness.interleave(sides, arguments, core=core)
+            results = processes.interleave(sides, arguments, core=core)
             a, b = (ended(results[worker.name]) for worker in sides)
             row = make.number(case.name, "episode_return", "return", a, b, peer_name=sides[1].name)
-            record.failures += harness.problems(case.name, a, b, returns=False)
+            record.failures += compare.problems(case.name, a, b, returns=False)
             if isinstance(a, list) and isinstance(b, list):
                 row = compared(row, RANDOM[case.env])
-                record.failures += [] if quick else [*harness.untrained(case.name, case.env, (a, b)), *unequal(row)]
+                record.failures += [] if quick else [*compare.untrained(case.name, case.env, (a, b)), *unequal(row)]
             record.rows.append(row)
             print(anakin.describe(row), flush=True)
     return record.status

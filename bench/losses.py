@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchpod.algos.torchrl import LOSSES, MULTI_AGENT
-from torchpod.bench import harness
+from torchpod.bench import compare, harness, processes
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import Record, RowMaker, Worker
+from torchpod.bench.compare import RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Worker
 
 WORKER = (sys.executable, "-m", "torchpod.bench.losses_worker", "--side")
 WORKERS = Worker("torchpod", (*WORKER, "torchpod")), Worker("torchrl", (*WORKER, "torchrl"))
@@ -57,7 +59,7 @@ def main(
     if quick:
         cases, rounds, repeats = cases[:1], 2, 1
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     make = RowMaker()
     extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
     with Record("losses", json_path, **extra) as record:
@@ -66,13 +68,13 @@ def main(
             num_rows, hidden = SIZES[case.size]
             same = ["--loss", case.loss, "--rows", str(num_rows), "--hidden", str(hidden), "--repeats", str(repeats)]
             arguments = [[*same, "--seed", str(i)] for i in range(rounds)]
-            results = harness.interleave(workers, arguments, core=core)
+            results = processes.interleave(workers, arguments, core=core)
             a, b = (results[worker.name] for worker in workers)
             row = make.rate(case.name, a, b, peer_name=workers[1].name, unit="updates/s")
             record.rows.append(row)
             print(describe(row), flush=True)
             cold = a[:1] if isinstance(a, list) else a
             record.rows.append(make.compile_time(f"{case.name} cold compile", cold, [], peer_name=workers[1].name))
-            record.failures += harness.problems(case.name, a, b, returns=False)
+            record.failures += compare.problems(case.name, a, b, returns=False)
             record.calibrate(core)
     return record.status

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpod.bench import floor, harness
-from torchpod.bench.harness import Record, Row, RowMaker
+from torchpod.bench import floor, harness, processes
+from torchpod.bench.compare import Row, RowMaker
+from torchpod.bench.harness import Record
 from torchpod.kernels import gxx
 
 START = (
@@ -137,7 +138,7 @@ def run(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     interpret = {"TRITON_INTERPRET": "1"} if "--check" in arguments else {}
     return subprocess.run(
         [sys.executable, "-c", START, str(apart), str(stub), module, *arguments],
-        env={**os.environ, **harness.ONE_THREAD, **interpret},
+        env={**os.environ, **processes.ONE_THREAD, **interpret},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

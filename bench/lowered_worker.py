@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torchpod.anakin import Anakin
 from torchpod.bench import anakin_worker, interpreted
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.graph import Replay
 from torchpod.kernels import inductor, mlp

@@ -25,11 +25,13 @@ from typing import NamedTuple, cast
 
 import torch
 
-from torchpod.bench import floor, harness
+from torchpod.bench import floor, harness, processes
 from torchpod.bench.anakin import describe
+from torchpod.bench.compare import Row, RowMaker
 from torchpod.bench.floor import Gpu
-from torchpod.bench.harness import Measured, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.harness import Record
 from torchpod.bench.multiagent_worker import CHUNK_ROWS, Details
+from torchpod.bench.processes import Measured, Worker, WorkerError
 from torchpod.bench.served import Job, Wave
 from torchpod.bench.targets import WARPDRIVE, Failure
 
@@ -179,7 +181,7 @@ def main(
     if quick:
         cases, rounds, repeats, seconds = cases[:2], 2, 1, 0.05
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     ours, peer = workers or default_workers()
     make = RowMaker()
     extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
@@ -193,7 +195,7 @@ def main(
             if case.original and device == "cpu":
                 sides.append(original)
             arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
-            results = served.get(case) or harness.interleave(sides, arguments, core=core)
+            results = served.get(case) or processes.interleave(sides, arguments, core=core)
             a, b = results[ours.name], results.get(peer.name, [])
             unit = "env_steps/s" if case.mode != "sampler" else "1/s"
             row = make.rate(case.name, a, b, peer_name=peer.name, unit=unit)
@@ -244,7 +246,7 @@ def on_gpu(
         for i, game in enumerate(games):
             arguments = [case_arguments(Case(*game, 1), "cuda", seconds, repeats, seed) for seed in range(rounds)]
             left = max(1.0, (deadline - time.monotonic()) / (len(games) - i))
-            measured = harness.interleave([peer], arguments, core=core, cache_dir=Path(cache), timeout_s=left)[
+            measured = processes.interleave([peer], arguments, core=core, cache_dir=Path(cache), timeout_s=left)[
                 peer.name
             ]
             for case in with_peer:
@@ -266,7 +268,7 @@ def waves(cases: Sequence[Case], limit: float) -> list[list[Case]]:
 
 def default_workers() -> tuple[Worker, Worker]:
     """Torchpod, and NumPy without it, in this Python."""
-    driver = str(harness.ROOT / "bench" / "peers" / "numpy_games.py")
+    driver = str(processes.ROOT / "bench" / "peers" / "numpy_games.py")
     return (
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.multiagent_worker")),
         Worker("numpy", (sys.executable, driver)),

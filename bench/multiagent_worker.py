@@ -23,8 +23,8 @@ from torchpod import random
 from torchpod.actions import random_action
 from torchpod.algos.multi_agent import IA2C, IA2CConfig, Policies
 from torchpod.anakin import Anakin, RunState
-from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import kernels, profiled
+from torchpod.bench.processes import Measurement, dtype_of
 from torchpod.compile import Compiler
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.env import TensorEnv

@@ -11,9 +11,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchpod.bench import harness
+from torchpod.bench import compare, harness, processes
 from torchpod.bench.anakin import compile_rows, default_workers, describe, make_libraries
-from torchpod.bench.harness import MissingError, Record, RowMaker, Worker, WorkerError
+from torchpod.bench.compare import RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import MissingError, Worker, WorkerError
 
 CASES = ((16, 4), (64, 4))
 """Members, and environments of each."""
@@ -45,7 +47,7 @@ def main(
     if quick:
         cases, rounds, repeats = cases[:1], 2, 1
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     ours, peer = workers or default_workers()
     make = RowMaker()
     extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
@@ -57,14 +59,14 @@ def main(
             name = name_of((members, num_envs))
             with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
                 arguments = [case_arguments(members, num_envs, repeats, learn=not quick, seed=i) for i in range(rounds)]
-                results = harness.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
+                results = processes.interleave((ours, peer), arguments, core=core, cache_dir=Path(cache))
                 a, b = results[ours.name], results[peer.name]
                 both = [[*one, "--threads", "2"] for one in arguments]
                 cores = None if core is None else sorted(os.sched_getaffinity(0))[-2:]
-                two = harness.interleave((ours, peer), both, core=cores, cache_dir=Path(cache), timeout_s=TWO_CORES_S)
+                two = processes.interleave((ours, peer), both, core=cores, cache_dir=Path(cache), timeout_s=TWO_CORES_S)
             new = [make.rate(name, a, b, peer_name=peer.name)]
             again = [case_arguments(members, num_envs, 1, learn=False, seed=i) for i in range(1, rounds)]
-            colds = [harness.interleave((ours, peer), [one], core=core) for one in again if not quick]
+            colds = [processes.interleave((ours, peer), [one], core=core) for one in again if not quick]
             new += compile_rows(make, name, (ours, peer), [results, *colds])
             of_ours, of_peer = two[ours.name], two[peer.name]
             if isinstance(of_peer, WorkerError):  # no fault of ours
@@ -73,9 +75,9 @@ def main(
             for row in new:
                 print(describe(row), flush=True)
             record.rows += new
-            record.failures += [] if quick else harness.untrained(name, "cartpole", (a, b))
-            record.failures += harness.problems(name, a, b)
-            record.failures += harness.problems(f"{name} on 2 cores", of_ours, of_peer)
+            record.failures += [] if quick else compare.untrained(name, "cartpole", (a, b))
+            record.failures += compare.problems(name, a, b)
+            record.failures += compare.problems(f"{name} on 2 cores", of_ours, of_peer)
             record.calibrate(core)
     return record.status
 

@@ -25,7 +25,7 @@ def report(
     Args:
       call: waits for what it does.
       framework: the side.
-      work: what must be equal on both sides: `mode`, `num_envs`, `batch_rows`, ... (harness.py).
+      work: what must be equal on both sides: `mode`, `num_envs`, `batch_rows`, ... (compare.py).
       rows_per_call: what is counted.
       seconds: of a timed stretch of calls, about.
       repeats: stretches.

@@ -13,9 +13,11 @@ into what is stated of them (targets.py), the most that the process ever takes. 
 import sys
 from collections.abc import Sequence
 
-from torchpod.bench import harness
+from torchpod.bench import compare, harness, processes
 from torchpod.bench.anakin import describe
-from torchpod.bench.harness import MissingError, Record, RowMaker, Worker, WorkerError
+from torchpod.bench.compare import RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import MissingError, Worker, WorkerError
 from torchpod.bench.replay_worker import CASES, SIDES, Case
 
 WORKERS = tuple(Worker(side, (sys.executable, "-m", "torchpod.bench.replay_worker", "--side", side)) for side in SIDES)
@@ -41,7 +43,7 @@ def main(
     if quick:
         cases, rounds, repeats = cases[:1], 2, 1
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     make = RowMaker()
     extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick, "only": only}
     with Record("replay", json_path, **extra) as record:
@@ -50,7 +52,7 @@ def main(
             arguments = [["--case", case.name, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
             draws_by_priority = case.prioritised and case.what == "sample"
             sides = [worker for worker in workers if worker.name != "gumbel" or draws_by_priority]
-            results = harness.interleave(sides, arguments, core=core)
+            results = processes.interleave(sides, arguments, core=core)
             ours, *peers = (results[worker.name] for worker in sides)
             for peer, theirs in zip(sides[1:], peers, strict=True):
                 if isinstance(theirs, WorkerError):  # TorchRL's prioritised sampler does not load with every torch
@@ -58,7 +60,7 @@ def main(
                 row = make.rate(f"{case.name}/{peer.name}", ours, theirs, peer_name=peer.name, unit="rows/s")
                 record.rows.append(row)
                 print(describe(row), flush=True)
-                record.failures += harness.problems(row.name, ours, theirs, returns=False)
+                record.failures += compare.problems(row.name, ours, theirs, returns=False)
             if case.memory and isinstance(ours, list):
                 taken = [m.get("memory_bytes", 0) / 1e6 for m in ours]
                 record.rows.append(make.alone(f"{case.name} memory", max(taken), "MB", taken))

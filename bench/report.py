@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torchpod.bench import scaling
-from torchpod.bench.harness import FORMAT, LEARNED, RESULTS, ROOT, TOO_EARLY
+from torchpod.bench.compare import LEARNED, TOO_EARLY
+from torchpod.bench.harness import FORMAT, RESULTS
+from torchpod.bench.processes import ROOT
 from torchpod.bench.targets import (
     LESS_IS_BETTER,
     MORE_IS_BETTER,

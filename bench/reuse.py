@@ -10,8 +10,10 @@ needs another pass for its V-trace targets: at most 5/3.
 import sys
 from collections.abc import Sequence
 
-from torchpod.bench import harness
-from torchpod.bench.harness import Record, RowMaker, Worker
+from torchpod.bench import compare, processes
+from torchpod.bench.compare import RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Worker
 from torchpod.bench.reuse_worker import CASES
 
 WORKER = (sys.executable, "-m", "torchpod.bench.reuse_worker")
@@ -36,20 +38,20 @@ def main(
     if quick:
         cases, rounds, repeats = cases[:1], 2, 1
     if core is None:
-        core = harness.last_core()
+        core = processes.last_core()
     make = RowMaker()
     extra = {"core": core, "rounds": rounds, "repeats_per_round": repeats, "quick": quick}
     with Record("reuse", json_path, **extra) as record:
         record.calibrate(core)
         for case in cases:
             arguments = [["--case", case, "--repeats", str(repeats), "--seed", str(i)] for i in range(rounds)]
-            results = harness.interleave(workers, arguments, core=core)
+            results = processes.interleave(workers, arguments, core=core)
             a, b = (results[worker.name] for worker in workers)
             cold = (x[:1] if isinstance(x, list) else x for x in (a, b))
             new = [make.rate(case, a, b, peer_name=workers[1].name)]
             new.append(make.compile_time(f"{case} cold compile", *cold, peer_name=workers[1].name))
             record.rows += new
-            record.failures += harness.problems(case, a, b, returns=False)
+            record.failures += compare.problems(case, a, b, returns=False)
             for row in new:
                 print(f"{row.name}: {row.value} {row.unit}, ratio {row.ratio}", flush=True)
         record.calibrate(core)

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpod.bench import harness
+from torchpod.bench import processes
 from torchpod.bench.anakin import UNROLL_LENGTH
-from torchpod.bench.harness import Record, RowMaker, Worker, WorkerError
+from torchpod.bench.compare import RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Worker, WorkerError
 from torchpod.learner import LearnerConfig
 
 KINDS = ("weak", "apart", "strong")
@@ -94,7 +96,7 @@ def main(
                 for _ in range(rounds):
                     for k, one in zip(num_ranks, workers, strict=True):
                         arguments = [case_arguments(kind, k, repeats)]
-                        measured = harness.interleave((one,), arguments, core=None, cache_dir=Path(cache))[one.name]
+                        measured = processes.interleave((one,), arguments, core=None, cache_dir=Path(cache))[one.name]
                         done = results[k]
                         if isinstance(done, list) and isinstance(measured, list):
                             done += measured

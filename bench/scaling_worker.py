@@ -16,7 +16,7 @@ from torch import Tensor
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.bench.anakin_worker import UNROLL_LENGTH, Prepared
-from torchpod.bench.harness import Measurement
+from torchpod.bench.processes import Measurement
 from torchpod.compile import Compiler
 from torchpod.distributed import ALONE, Ranks, init
 from torchpod.envs.classic.cartpole import CartPole

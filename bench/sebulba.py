@@ -21,9 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from torchpod.bench import harness
+from torchpod.bench import harness, processes
 from torchpod.bench.anakin import noted
-from torchpod.bench.harness import EQUAL_WORK, TOO_EARLY, Measured, Record, Row, RowMaker, Worker, WorkerError
+from torchpod.bench.compare import EQUAL_WORK, TOO_EARLY, Row, RowMaker
+from torchpod.bench.harness import Record
+from torchpod.bench.processes import Measured, Worker, WorkerError
 from torchpod.bench.targets import Failure
 
 
@@ -65,7 +67,7 @@ def main(
     rounds: int = 3,
     repeats: int = 3,
     ours: tuple[str, ...] = (sys.executable, "-m", "torchpod.bench.sebulba_worker"),
-    plain: tuple[str, ...] = (sys.executable, str(harness.ROOT / "bench" / "peers" / "plain_ppo.py")),
+    plain: tuple[str, ...] = (sys.executable, str(processes.ROOT / "bench" / "peers" / "plain_ppo.py")),
 ) -> int:
     """Measures, writes the result file, prints the rows; returns 1 if a side failed, work was unequal, a target missed.
 
@@ -131,7 +133,7 @@ def run_mode(
 
     def run(side: Worker, threads: Threads, seed: int) -> Measured:
         more = ["--threads", threads[0], "--pool-threads", threads[1], "--seed", seed]
-        return harness.interleave((side,), [[*arguments, *map(str, more)]], core=None, cache_dir=cache)[side.name]
+        return processes.interleave((side,), [[*arguments, *map(str, more)]], core=None, cache_dir=cache)[side.name]
 
     found = {side.name: dict[Threads, Measured]() for side in sides}
     left = {side.name: threads_of(side.name, mode) for side in sides}
@@ -164,7 +166,7 @@ def rate(result: Measured) -> float:
     """Median steps per second; 0 for a side that failed."""
     if isinstance(result, WorkerError):
         return 0.0
-    return statistics.median(x for measurement in result for x in harness.rates(measurement))
+    return statistics.median(x for measurement in result for x in processes.rates(measurement))
 
 
 def row_of(name: str, case: Case, mode: str, side: str) -> str:
@@ -179,7 +181,7 @@ def rows_of(make: RowMaker, name: str, case: Case, results: Results) -> list[Row
     """The budget of one environment."""
     raw, rows = results["env_only", "sync"], []
     if isinstance(raw, list):
-        used = [x for measurement in raw for x in harness.rates(measurement)]
+        used = [x for measurement in raw for x in processes.rates(measurement)]
         rows.append(make.alone(f"raw_{name}/{case.num_envs}", statistics.median(used), "env_steps/s", used))
     for mode, work in WORK.items():
         for layout in LAYOUTS:
@@ -205,7 +207,7 @@ def paced_rows(
     work = ["--task", case.task, "--num-envs", case.num_envs, "--unroll-length", 20]
     work += ["--iterations", case.iterations, "--repeats", repeats]
     arguments = [[str(x) for x in (*work, "--seed", seed)] for seed in range(rounds)]
-    results = harness.interleave(sides, arguments, core=None)
+    results = processes.interleave(sides, arguments, core=None)
     rows, failures = [], []
     for layout in layouts:
         row, sides = f"paced_{name}_{layout}/{case.num_envs}", (results[layout], results["raw"])

@@ -2,7 +2,7 @@
 
     python -m torchpod.bench.sebulba_worker --task Pong-v5 --num-envs 8 --mode update --actors 2
 
-Prints one line of JSON: a `Measurement` of harness.py. `--actors 0` does everything in one thread, in turn.
+Prints one line of JSON: a `Measurement` of processes.py. `--actors 0` does everything in one thread, in turn.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from torchpod.agent import Agent
 from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import RunState
-from torchpod.bench.harness import Measurement, dtype_of
 from torchpod.bench.kernels import busy_share
+from torchpod.bench.processes import Measurement, dtype_of
 from torchpod.compile import Compiler
 from torchpod.envs.host import EnvPool
 from torchpod.learner import LearnerConfig

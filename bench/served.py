@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from torchpod.bench.harness import ONE_THREAD, ROOT, Measured, Measurement, MissingError, Worker, WorkerError
+from torchpod.bench.processes import ONE_THREAD, ROOT, Measured, Measurement, MissingError, Worker, WorkerError
 
 GONE = contextlib.suppress(OSError, ValueError)
 """Around pipes whose other end may be gone, or our own closed."""

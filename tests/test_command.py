@@ -11,7 +11,8 @@ import pytest
 
 from torchpod import checkpoint
 from torchpod.checkpoint import CheckpointError
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.main import main
 from torchpod.run.execute import execute
 from torchpod.run.folder import read_config

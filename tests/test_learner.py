@@ -11,7 +11,8 @@ from torchpod import random
 from torchpod.agent import Agent, variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.compile import Compiler
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.distributed import Ranks
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.specs import Array, Discrete, EnvSpec

@@ -17,7 +17,7 @@ import yaml
 
 from tests.sebulba.commands import session_of
 from torchpod import checkpoint
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.hints import nearest
 from torchpod.main import COMMANDS, _lines, main, train
 

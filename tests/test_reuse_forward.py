@@ -15,7 +15,7 @@ from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin, train
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.distributed import Ranks
 from torchpod.envs.bsuite.catch import Catch
 from torchpod.envs.classic.pendulum import Pendulum

@@ -18,7 +18,8 @@ from torchpod import envs
 from torchpod.arguments import Parser
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import CompileError, RecompilationError
-from torchpod.config import GROUPS, ConfigError, listed, load
+from torchpod.compose import GROUPS, listed, load
+from torchpod.config import ConfigError
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
 from torchpod.run.execute import Run, execute

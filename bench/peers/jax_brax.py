@@ -7,7 +7,7 @@ plays one in each environment afterwards.
 
     python bench/peers/jax_brax.py --env ant --backend spring --num-envs 256 --mode update --iterations 2 --repeats 3
 
-It uses every core that it is given. One JSON line; the fields are those of every worker (bench/harness.py,
+It uses every core that it is given. One JSON line; the fields are those of every worker (bench/processes.py,
 `Measurement`).
 """
 

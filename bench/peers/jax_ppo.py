@@ -10,7 +10,7 @@ CPU a minibatch's gradient is summed over chunks that fit the cache, and shuffle
 
     taskset -c 0 python bench/peers/jax_ppo.py --num-envs 1024 --iterations 4 --repeats 5
 
-One JSON line per run; the fields are those of every worker (bench/harness.py, `Measurement`). `--mode env_only`
+One JSON line per run; the fields are those of every worker (bench/processes.py, `Measurement`). `--mode env_only`
 steps the environment with random actions; `--mode policy` adds networks, sampling and the stored trajectory;
 `--mode update` is the whole algorithm. With `--rounds N` it compiles and warms up, prints a line, and then measures
 once for each line that it reads (bench/served.py).
@@ -561,7 +561,7 @@ class Prepared:
             self.carry, _, self.episodes = jax.block_until_ready(self.compiled(self.carry))
 
     def measure(self, repeats: int) -> dict:
-        """Times `repeats` calls; the fields of `Measurement` in bench/harness.py."""
+        """Times `repeats` calls; the fields of `Measurement` in bench/processes.py."""
         wall_s, cpu_s = [], []
         for _ in range(repeats):
             start, cpu_start = time.perf_counter(), time.process_time()

@@ -7,7 +7,7 @@ and networks begin with LeCun's weights and not orthogonal ones.
 
     taskset -c 0 python bench/peers/rejax_ppo.py --num-envs 1024 --iterations 4 --repeats 5
 
-One JSON line; the fields are those of every worker (bench/harness.py, `Measurement`).
+One JSON line; the fields are those of every worker (bench/processes.py, `Measurement`).
 """
 
 import argparse

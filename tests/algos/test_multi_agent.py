@@ -14,7 +14,7 @@ from torchpod.algos.multi_agent import IA2C, IPPO, MAPPO, IA2CConfig, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.anakin import Anakin
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.env import TensorEnv
 from torchpod.envs import TagContinuous, TagGridWorld
 from torchpod.envs.classic.cartpole import CartPole

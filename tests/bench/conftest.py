@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchpod.bench import harness
-from torchpod.bench.harness import Worker
+from torchpod.bench import compare, harness
+from torchpod.bench.processes import Worker
 
 # A worker that takes no time: its rate is on its command line, and it tells in a log when it ran.
 FAKE = textwrap.dedent(
@@ -41,6 +41,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
     monkeypatch.setattr(harness, "calibrate", lambda core: CALIBRATION)
+    monkeypatch.setattr(compare, "commit", lambda: "abc1234")
     monkeypatch.setattr(harness, "commit", lambda: "abc1234")
 
     def make(name: str, rate: float, *, params: int = 9155, flops: float = 0.0, missing: str | None = None) -> Worker:

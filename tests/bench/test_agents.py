@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchpod.bench import agents, harness
+from torchpod.bench import agents, harness, processes
 from torchpod.bench.agents import Case
 
 SMALL = ("compile=false", "algo.replay.min_size=64", "algo.replay.capacity=1024")
@@ -30,7 +30,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, ca
 
     def rate(case, *args):
         if case.name == "sac_pendulum":
-            return harness.output_of(["false"], {}, "the run", core=None)
+            return processes.output_of(["false"], {}, "the run", core=None)
         return next(rates)
 
     monkeypatch.setattr(agents, "rate", rate)
@@ -50,7 +50,7 @@ def test_what_there_was_no_time_for_is_told(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_that_is_not_over_in_time_is_stopped():
-    with pytest.raises(harness.WorkerError, match="the run was still running after 1 s and was stopped"):
+    with pytest.raises(processes.WorkerError, match="the run was still running after 1 s and was stopped"):
         agents.rate(Case("sac_pendulum", 600), 0, None, SMALL, time.monotonic() + 1.0)
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from torchpod.bench import brax, brax_worker, harness
+from torchpod.bench import brax, brax_worker, compare, harness, processes
 from torchpod.bench.brax import CASES, Case
 
 FAKE = """
@@ -32,7 +32,7 @@ def run(tmp_path, case, ours=(200.0, 9091, 190.0), peer=(100.0, 9091, 200.0), mi
         for word, value in zip(("RATE", "PARAMS", "RETURN"), side, strict=True):
             code = code.replace(word, str(value))
         path.write_text(code)
-        workers.append(harness.Worker(name, (sys.executable, "-S", str(path)), missing=gone))
+        workers.append(processes.Worker(name, (sys.executable, "-S", str(path)), missing=gone))
     out = tmp_path / "out.json"
     status = brax.main(str(out), cases=[case], rounds=2, repeats=2, workers=(workers[0], workers[1]))
     return status, json.loads(out.read_text())
@@ -59,7 +59,7 @@ def test_rows_are_ratios_and_say_what_is_not_equal(tmp_path):
     assert rate["note"].endswith("; returns: torchpod 190, brax 200") and "returns" not in cold["note"]
     assert rate["interval"] == [2.0, 2.0] and cold["interval"] is None  # one start
     _, document = run(tmp_path, PPO._replace(learn=0))
-    assert document["rows"][0]["note"].endswith(f"; {harness.TOO_EARLY}")
+    assert document["rows"][0]["note"].endswith(f"; {compare.TOO_EARLY}")
 
 
 def test_unequal_work_and_returns_fail_and_a_missing_peer_is_told(tmp_path):
@@ -94,7 +94,7 @@ def test_both_sides_get_the_same_arguments():
 def test_the_worker_measures_transitions(mode):
     m = brax_worker.measure("fast", 8, mode, 2, 2, learn=mode == "update", compiled=False)
     assert m["env_steps"] == ([2 * 8.0] * 2 if mode == "env_only" else [2 * 32 * 8.0] * 2)  # its episodes are long
-    assert m.keys() >= harness.Measurement.__required_keys__
+    assert m.keys() >= processes.Measurement.__required_keys__
     assert m["dtype"] == "float32"
     assert (m["param_count"], m["episodes"]) == ((0, 0) if mode == "env_only" else (8835, 8))
     assert (m["episode_return"] is None) == (mode == "env_only")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchpod import bench, random
-from torchpod.bench import envs, envs_worker, harness, targets
+from torchpod.bench import envs, envs_worker, harness, processes, targets
 from torchpod.bench.envs import CASES, Case
 from torchpod.bench.targets import Target
 from torchpod.envs import MAKERS, CartPole
@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch, case, ours=200.0, peer=100.0, target=None, **sett
     for name, rate in (("torchpod", ours), ("gymnax", peer)):
         path = tmp_path / f"{name}.py"
         path.write_text(FAKE.replace("RATE", str(rate)))
-        workers.append(harness.Worker(name, (sys.executable, str(path))))
+        workers.append(processes.Worker(name, (sys.executable, str(path))))
     out = tmp_path / "out.json"
     status = envs.main(str(out), cases=[case], alone=(), rounds=2, workers=tuple(workers), **settings)
     return status, json.loads(out.read_text())

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from torchpod.bench import gpu, harness, report, targets
+from torchpod.bench import compare, gpu, harness, processes, report, targets
+from torchpod.bench.compare import RowMaker
 from torchpod.bench.gpu import Case, HostCase
-from torchpod.bench.harness import MissingError, RowMaker, Worker
 from torchpod.bench.kernels import covered
+from torchpod.bench.processes import MissingError, Worker
 from torchpod.bench.served import Result
 from torchpod.bench.targets import Target
 
@@ -159,9 +160,9 @@ def test_a_host_case_that_is_begun_ends_with_the_time_of_the_suite(tmp_path, fak
 
     def never_ready(worker, arguments, *, core, cache_dir, timeout_s):
         limits.append(timeout_s)
-        raise harness.WorkerError("torchpod was still running")
+        raise processes.WorkerError("torchpod was still running")
 
-    monkeypatch.setattr(harness, "run_worker", never_ready)
+    monkeypatch.setattr(processes, "run_worker", never_ready)
     hosts = HostCase("CartPole-v1", 8, 8), HostCase("CartPole-v1", 16, 8)
     _, document = run_suite(
         tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), host_cases=hosts, only="impala", budget_s=gpu.HOST_CASE_S + 9
@@ -267,10 +268,10 @@ def test_memory_is_compared_on_a_gpu_alone():
 
 
 def test_tf32_on_one_side_and_a_peer_on_the_cpu_are_unequal_work():
-    m = {key: 1 for key in harness.EQUAL_WORK} | {"framework": "a", "mode": "update", "num_envs": 4}
+    m = {key: 1 for key in compare.EQUAL_WORK} | {"framework": "a", "mode": "update", "num_envs": 4}
     on_gpu = m | {"device": "cuda", "tf32": True}
-    assert harness.unequal_work(on_gpu, on_gpu) == []  # pyright: ignore[reportArgumentType]
-    assert harness.unequal_work(on_gpu, m | {"framework": "b"}) == [  # pyright: ignore[reportArgumentType]
+    assert compare.unequal_work(on_gpu, on_gpu) == []  # pyright: ignore[reportArgumentType]
+    assert compare.unequal_work(on_gpu, m | {"framework": "b"}) == [  # pyright: ignore[reportArgumentType]
         "unequal work: device is 'cuda' in a and 'cpu' in b.",
         "unequal work: tf32 is True in a and False in b.",
     ]
@@ -280,10 +281,10 @@ def test_returns_below_zero_are_compared_too():
     def m(episode_return):
         return [{"mode": "update", "num_envs": 4, "framework": "x", "episode_return": episode_return}]
 
-    assert harness.unequal_returns(m(-1200.0), m(-1000.0)) == []  # pyright: ignore[reportArgumentType]
-    assert len(harness.unequal_returns(m(-1200.0), m(-600.0))) == 1  # pyright: ignore[reportArgumentType]
-    assert harness.unequal_returns(m(60.0), m(100.0)) == []  # pyright: ignore[reportArgumentType]
-    assert len(harness.unequal_returns(m(59.0), m(100.0))) == 1  # pyright: ignore[reportArgumentType]
+    assert compare.unequal_returns(m(-1200.0), m(-1000.0)) == []  # pyright: ignore[reportArgumentType]
+    assert len(compare.unequal_returns(m(-1200.0), m(-600.0))) == 1  # pyright: ignore[reportArgumentType]
+    assert compare.unequal_returns(m(60.0), m(100.0)) == []  # pyright: ignore[reportArgumentType]
+    assert len(compare.unequal_returns(m(59.0), m(100.0))) == 1  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("env", [pytest.param("pendulum", marks=pytest.mark.slow), "grid_world"])

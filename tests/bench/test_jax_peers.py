@@ -8,17 +8,17 @@ import sys
 import pytest
 
 from torchpod.algos.ppo import PPO, PPOConfig
-from torchpod.bench import brax_worker, envs, envs_worker, harness
+from torchpod.bench import brax_worker, envs, envs_worker, processes
 from torchpod.envs import CartPole
 
-python, missing = harness.peers_python()
+python, missing = processes.peers_python()
 has_peers = pytest.mark.skipif(missing is not None, reason=f"peers: {missing}")
 has_brax = pytest.mark.skipif(importlib.util.find_spec("brax") is None, reason="the extra `brax` is not installed")
 
 
 def run(interpreter: str, driver: str, *arguments: object) -> dict:
     """The JSON line of a driver in bench/peers."""
-    command = [interpreter, str(harness.ROOT / "bench" / "peers" / driver), *map(str, arguments)]
+    command = [interpreter, str(processes.ROOT / "bench" / "peers" / driver), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

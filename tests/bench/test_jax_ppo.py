@@ -13,7 +13,7 @@ import torch
 from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPOConfig
-from torchpod.bench import harness
+from torchpod.bench import processes
 from torchpod.bench.anakin_worker import WORK
 from torchpod.envs.classic.cartpole import THETA_LIMIT, X_LIMIT, CartPole
 from torchpod.envs.classic.pendulum import Pendulum
@@ -21,7 +21,7 @@ from torchpod.learner import Learner
 from torchpod.ops.returns import gae
 from torchpod.types import Batch
 
-python, missing = harness.peers_python()
+python, missing = processes.peers_python()
 if missing and importlib.util.find_spec("jax"):
     python = sys.executable  # the extra `brax` brings JAX along, and gymnax not
 has_jax = pytest.mark.skipif(bool(missing) and python != sys.executable, reason=f"peers: {missing}")
@@ -31,7 +31,7 @@ has_gymnax = pytest.mark.skipif(missing is not None, reason=f"peers: {missing}")
 def run_jax(code: str, *arguments: object) -> str:
     """Runs code beside jax_ppo.py in the peers' Python; what it printed."""
     command = [python, "-c", textwrap.dedent(code), *map(str, arguments)]
-    folder = harness.ROOT / "bench" / "peers"
+    folder = processes.ROOT / "bench" / "peers"
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

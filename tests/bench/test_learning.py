@@ -9,10 +9,10 @@ import torch
 
 from torchpod import random
 from torchpod.actions import random_action
-from torchpod.bench import harness, learning, report
+from torchpod.bench import compare, harness, learning, processes, report
 from torchpod.bench.anakin import Case
 from torchpod.bench.anakin_worker import WORK
-from torchpod.bench.harness import Row, RowMaker
+from torchpod.bench.compare import Row, RowMaker
 from torchpod.types import FIRST, LAST
 
 
@@ -28,14 +28,14 @@ def row_of(ours, peer):
 
 
 def test_returns_of_all_seeds_are_compared(tmp_path, fake, monkeypatch):
-    seeds, run_worker = {"torchpod": [], "jax": []}, harness.run_worker
+    seeds, run_worker = {"torchpod": [], "jax": []}, processes.run_worker
     gains = {"torchpod": 1.0, "jax": 1.0}
 
     def trained(worker, arguments, **knobs):
         seeds[worker.name].append(seed := int(arguments[arguments.index("--seed") + 1]))
         return run_worker(worker, arguments, **knobs) | {"episode_return": 22.2 + gains[worker.name] * (300 + seed)}
 
-    monkeypatch.setattr(harness, "run_worker", trained)
+    monkeypatch.setattr(processes, "run_worker", trained)
     workers = fake("torchpod", 1.0), fake("jax", 2.0)
     status, result = run_suite(tmp_path, *workers)
     (row,) = result["rows"]
@@ -55,7 +55,7 @@ def test_a_side_that_fails_or_learns_nothing_is_told(tmp_path, fake, monkeypatch
     status, result = run_suite(tmp_path, fake("torchpod", 1.0, missing="gone"), fake("jax", 2.0))
     assert status == 1 and "torchpod: gone" in result["failures"][0][1]
     assert run_suite(tmp_path, fake("torchpod", 1.0), fake("jax", 2.0, missing="gone"))[0] == 0  # a row says so
-    monkeypatch.setitem(harness.LEARNED, "cartpole", 101.0)  # both fakes have 100
+    monkeypatch.setitem(compare.LEARNED, "cartpole", 101.0)  # both fakes have 100
     status, result = run_suite(tmp_path, fake("torchpod", 1.0), fake("jax", 2.0))
     assert status == 1 and len(result["failures"]) == 2
     assert run_suite(tmp_path, fake("torchpod", 1.0), fake("jax", 2.0), quick=True)[0] == 0
@@ -82,7 +82,7 @@ def test_stored_rows_follow_from_their_returns():
     documents = [x for x in report.load(harness.RESULTS) if x["suite"] == "learning"]
     rows = [Row(**row) for document in documents for row in document["rows"] if row["ratio"] is not None]
     for row in rows:
-        now = learning.compared(row, harness.RANDOM[row.name.removeprefix("ppo_").partition("/")[0]])
+        now = learning.compared(row, compare.RANDOM[row.name.removeprefix("ppo_").partition("/")[0]])
         assert (now.value, now.peer, now.ratio, now.note) == (row.value, row.peer, row.ratio, row.note)
         assert now.interval == pytest.approx(row.interval, abs=1e-9)
     assert rows
@@ -102,7 +102,7 @@ def test_what_differs_or_might_differ_fails():
     assert few.ratio == 1.0 and len(learning.unequal(few)) == 1  # two seeds say nothing
 
 
-@pytest.mark.parametrize("name", harness.RANDOM)
+@pytest.mark.parametrize("name", compare.RANDOM)
 def test_a_random_policy_gets_what_is_said(name, seed):
     env, size = WORK[name]().env, 512
     env_keys, actor_keys = (random.split(random.fold_in(random.key(seed), i), size) for i in range(2))
@@ -114,6 +114,6 @@ def test_a_random_policy_gets_what_is_said(name, seed):
         state, timestep = env.step(state, action, random.at(env_keys, count))
         running = torch.where(timestep.step_type == FIRST, 0.0, running + timestep.reward)
         ends.append(running[timestep.step_type == LAST])
-    returns, said = torch.cat(ends), harness.RANDOM[name]
+    returns, said = torch.cat(ends), compare.RANDOM[name]
     error = 5 * float(returns.std()) / len(returns) ** 0.5 + 0.01 * abs(said)  # of the mean, and of what is said
     assert error < 0.2 * abs(said) and returns.mean() == pytest.approx(said, abs=error)

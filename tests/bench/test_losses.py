@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.marks import with_slow
-from torchpod.bench import harness, losses, losses_worker
+from torchpod.bench import harness, losses, losses_worker, processes
 from torchpod.bench.losses import CASES, Case
 from torchpod.bench.targets import TARGETS
 
@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch, case, ours=(500.0, 10), theirs=(100.0, 10)):
     for name, (rate, params) in (("torchpod", ours), ("torchrl", theirs)):
         path = tmp_path / f"{name}.py"
         path.write_text(FAKE.replace("NAME", name).replace("RATE", str(rate)).replace("PARAMS", str(params)))
-        workers.append(harness.Worker(name, (sys.executable, "-S", str(path))))
+        workers.append(processes.Worker(name, (sys.executable, "-S", str(path))))
     out = tmp_path / "out.json"
     status = losses.main(str(out), cases=[case], rounds=2, repeats=2, workers=(workers[0], workers[1]))
     return status, json.loads(out.read_text())

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from torchpod import random
-from torchpod.bench import floor, harness, multiagent
+from torchpod.bench import floor, harness, multiagent, processes
 from torchpod.bench import multiagent_worker as worker
 from torchpod.bench.floor import Gpu
-from torchpod.bench.harness import Worker
 from torchpod.bench.multiagent import CPU_CASES, CUDA_CASES, GRID, MOST_WITH_FULL, PLANE, Case
+from torchpod.bench.processes import Worker
 from torchpod.bench.targets import TARGETS, WARPDRIVE
 from torchpod.compile import Compiler
 from torchpod.envs import CovidEconomy
 from torchpod.testing import check_consistency
 from torchpod.types import FIRST, LAST
 
-DRIVER = harness.ROOT / "bench" / "peers" / "numpy_games.py"
+DRIVER = processes.ROOT / "bench" / "peers" / "numpy_games.py"
 PRODUCT = {"2048x64x64": 50.0}
 
 FAKE = """
@@ -164,7 +164,7 @@ def test_variants_of_the_peer_say_what_they_are(game, variant, label):
 def test_the_peer_is_a_worker_of_the_harness(case, tmp_path):
     arguments = multiagent.case_arguments(case, "cpu", 0.01, 2, seed=3)
     ours = Worker("numpy", (sys.executable, str(DRIVER)))
-    measured = harness.run_worker(ours, arguments, core=None, cache_dir=tmp_path, timeout_s=60)
+    measured = processes.run_worker(ours, arguments, core=None, cache_dir=tmp_path, timeout_s=60)
     assert measured["num_envs"] == 1 and len(measured["env_steps"]) == 2 and min(measured["env_steps"]) >= 10
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchpod.bench import harness, population, targets
+from torchpod.bench import compare, population, processes, targets
 from torchpod.bench.targets import Target
 
 
@@ -40,13 +40,13 @@ def test_one_row_alone(tmp_path, fake):
 
 
 def test_every_round_has_seeds_of_its_own(tmp_path, fake, monkeypatch):
-    run_worker, seeds = harness.run_worker, {False: [], True: []}
+    run_worker, seeds = processes.run_worker, {False: [], True: []}
 
     def told(worker, arguments, **knobs):
         seeds["--threads" in arguments].append(arguments[arguments.index("--seed") + 1])
         return run_worker(worker, arguments, **knobs)
 
-    monkeypatch.setattr(harness, "run_worker", told)
+    monkeypatch.setattr(processes, "run_worker", told)
     run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
     assert seeds[True] == ["0", "0", "100", "100"] == seeds[False][:4]  # both sides, in turn
 
@@ -74,7 +74,7 @@ def test_a_slow_peer_and_a_side_that_fails_are_told(tmp_path, fake, monkeypatch,
 
 
 def test_members_that_learn_nothing_fail_the_bench(tmp_path, fake, monkeypatch):
-    monkeypatch.setitem(harness.LEARNED, "cartpole", 101.0)  # both fakes have 100
+    monkeypatch.setitem(compare.LEARNED, "cartpole", 101.0)  # both fakes have 100
     status, result = run_suite(tmp_path, fake("torchpod", 3000.0), fake("jax", 2000.0))
     assert status == 1 and len(result["failures"]) == 2
     name, told = result["failures"][0]
@@ -90,7 +90,7 @@ def test_both_sides_get_the_same_arguments():
 
 
 def test_members_are_part_of_the_work():
-    m = {key: 1 for key in harness.EQUAL_WORK} | {"framework": "a", "mode": "update", "num_envs": 4}
-    assert harness.unequal_work(m | {"population": 16}, m | {"population": 16, "framework": "b"}) == []  # pyright: ignore
-    told = harness.unequal_work(m | {"population": 16}, m | {"framework": "b"})  # pyright: ignore
+    m = {key: 1 for key in compare.EQUAL_WORK} | {"framework": "a", "mode": "update", "num_envs": 4}
+    assert compare.unequal_work(m | {"population": 16}, m | {"population": 16, "framework": "b"}) == []  # pyright: ignore
+    told = compare.unequal_work(m | {"population": 16}, m | {"framework": "b"})  # pyright: ignore
     assert told == ["unequal work: population is 16 in a and 1 in b."]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpod.bench import harness, replay, replay_worker, targets
+from torchpod.bench import harness, processes, replay, replay_worker, targets
 from torchpod.bench.replay_worker import Case
 from torchpod.bench.targets import Target
 from torchpod.replay import sum_tree
@@ -33,13 +33,13 @@ print(json.dumps({
 
 
 @pytest.fixture
-def workers(tmp_path, monkeypatch) -> tuple[harness.Worker, ...]:
+def workers(tmp_path, monkeypatch) -> tuple[processes.Worker, ...]:
     monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
     made = []
     for name, rate in (("torchpod", 500), ("torchrl", 0), ("numpy", 250)):
         path = tmp_path / f"{name}.py"
         path.write_text(FAKE.replace("NAME", name).replace("RATE", str(rate)))
-        made.append(harness.Worker(name, (sys.executable, "-S", str(path))))
+        made.append(processes.Worker(name, (sys.executable, "-S", str(path))))
     return tuple(made)
 
 

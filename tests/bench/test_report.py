@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from torchpod.bench import harness, report
+from torchpod.bench import compare, harness, report
 from torchpod.bench.targets import TARGETS
 
 
@@ -73,12 +73,12 @@ def test_a_run_of_one_row_takes_the_place_of_that_row():
 
 
 def test_returns_that_come_too_early_are_told():
-    run = document("2030-01-01T00:00:00", "aaa", 1.0, note=harness.TOO_EARLY, suite="gpu")
+    run = document("2030-01-01T00:00:00", "aaa", 1.0, note=compare.TOO_EARLY, suite="gpu")
     sides = {"torchpod": [1.0, 35.456], "jax": [1.0, 27.9]}
     run["rows"][0]["rounds"] = {side: [{"episode_return": x} for x in xs] for side, xs in sides.items()}
-    assert f"| {harness.TOO_EARLY}; by then torchpod 35.5 and jax 27.9 |" in report.render([run])
+    assert f"| {compare.TOO_EARLY}; by then torchpod 35.5 and jax 27.9 |" in report.render([run])
     run["rows"][0]["rounds"]["jax"][-1]["episode_return"] = None
-    assert f"| {harness.TOO_EARLY} |" in report.render([run])
+    assert f"| {compare.TOO_EARLY} |" in report.render([run])
 
 
 @pytest.mark.parametrize(

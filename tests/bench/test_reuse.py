@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from torchpod.bench import harness, reuse, reuse_worker
-from torchpod.bench.harness import Worker
+from torchpod.bench import compare, harness, reuse, reuse_worker
+from torchpod.bench.processes import Worker
 from torchpod.bench.reuse_worker import CASES, Case
 from torchpod.compile import Compiler
 from torchpod.envs.bsuite.catch import Catch
@@ -25,7 +25,7 @@ def run_worker(monkeypatch, capsys, *arguments):
 def test_both_sides_do_the_same_work(monkeypatch, capsys):
     recomputed = run_worker(monkeypatch, capsys)
     reused = run_worker(monkeypatch, capsys, "--reuse")
-    assert harness.unequal_work(reused, recomputed) == []
+    assert compare.unequal_work(reused, recomputed) == []
     assert (reused["batch_rows"], reused["env_steps"]) == (64, recomputed["env_steps"])
 
 

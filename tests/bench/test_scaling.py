@@ -8,8 +8,8 @@ import textwrap
 import pytest
 import torch
 
-from torchpod.bench import harness, report, scaling, scaling_worker
-from torchpod.bench.harness import Worker
+from torchpod.bench import harness, processes, report, scaling, scaling_worker
+from torchpod.bench.processes import Worker
 from torchpod.bench.scaling import Network
 
 # K ranks do 0.9 K times the work of one, and their network has 3 us and 2 GB/s.
@@ -221,7 +221,11 @@ def real_ranks(*options):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     worker = ["-m", "torchpod.bench.scaling_worker", "--eager", "--num-envs", "8", "--iterations", "1"]
     done = subprocess.run(
-        [*torchrun, *worker, "--repeats", "2", *options], capture_output=True, text=True, timeout=300, cwd=harness.ROOT
+        [*torchrun, *worker, "--repeats", "2", *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=processes.ROOT,
     )
     assert done.returncode == 0, done.stderr
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("{"))

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from torchpod.bench import harness, report, sebulba, targets
+from torchpod.bench import compare, harness, processes, report, sebulba, targets
+from torchpod.bench.processes import ROOT
 from torchpod.bench.sebulba import Case
 from torchpod.bench.targets import Target
 
@@ -73,10 +74,10 @@ def test_every_side_is_compared_at_its_better_number_of_threads(tmp_path, monkey
     assert rows["act_x_2_pools_vs_sync/4"]["ratio"] == 200.0 / 200.0
     assert rows["paced_x_2_actors/4"]["ratio"] == 300.0 / 100.0 and rows["paced_x_2_sharing_pools/4"]["ratio"] == 1.0
     assert rows["ppo_x_2_actors_vs_plain/4"]["repeats"] == [600.0, 600.0]
-    early = {name for name, row in rows.items() if harness.TOO_EARLY in row["note"]}
+    early = {name for name, row in rows.items() if compare.TOO_EARLY in row["note"]}
     assert early == {f"ppo_x_{layout}_vs_plain/4" for layout in sebulba.LAYOUTS}
     for side in ("1_actors", "2_actors", "2_pools", "2_sharing_pools", "sync", "plain"):
-        assert rows[f"cpu_x_{side}/4"]["value"] == 1.0 / harness.hardware()["cores"]
+        assert rows[f"cpu_x_{side}/4"]["value"] == 1.0 / compare.hardware()["cores"]
 
 
 def test_threads_are_chosen_in_halves_and_a_side_that_fails_once_has_failed(tmp_path, monkeypatch):
@@ -90,11 +91,11 @@ def test_threads_are_chosen_in_halves_and_a_side_that_fails_once_has_failed(tmp_
         )
         turns.append((mode, worker.name, (int(threads), int(pool)), int(seed)))
         if fails == (worker.name, int(seed)):
-            return {worker.name: harness.WorkerError("gone")}
+            return {worker.name: processes.WorkerError("gone")}
         rate = {"1": 5.0, "2": 7.0}[threads] + {"1": 1.0, "2": 0.0}[pool] + 0.01 * int(seed)
         return {worker.name: [{"env_steps": [rate], "wall_s": [1.0], "cpu_s": [1.0], "threads": {}, "versions": {}}]}
 
-    monkeypatch.setattr(harness, "interleave", interleave)
+    monkeypatch.setattr(processes, "interleave", interleave)
     for fails in (None, ("plain", 1)):
         turns.clear()
         sides = sebulba.run_mode(Case("X-v0", 4, 1), "policy", ("ours",), ("plain",), 3, 1, tmp_path)
@@ -102,13 +103,13 @@ def test_threads_are_chosen_in_halves_and_a_side_that_fails_once_has_failed(tmp_
         assert [at for _, side, at, seed in turns if side == "sync" and seed == 2] == [(2, 1)]
         assert {at for _, side, at, _ in turns if side == "2_pools"} == {(1, 1), (2, 1)}
         assert isinstance(best := sides["sync"], list)
-        assert [harness.rates(m) for m in best] == [[8.0], [8.01], [8.02]]
+        assert [processes.rates(m) for m in best] == [[8.0], [8.01], [8.02]]
         assert [side for _, side, *_ in turns[: 2 + len(sebulba.LAYOUTS)]] == [
             "sync",
             *sebulba.LAYOUTS,
             "plain",
         ]  # side by side
-        assert isinstance(sides["plain"], list if fails is None else harness.WorkerError)
+        assert isinstance(sides["plain"], list if fails is None else processes.WorkerError)
 
 
 def test_targets_are_those_of_the_best_layout(tmp_path, monkeypatch, capsys):
@@ -121,7 +122,7 @@ def test_targets_are_those_of_the_best_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(targets.TARGETS, "sebulba", known)
     status, document = run(tmp_path, 5)
     assert (status, document["failures"]) == (1, [])
-    share = 1 / harness.hardware()["cores"]
+    share = 1 / compare.hardware()["cores"]
     assert [line for line in capsys.readouterr().err.splitlines() if "target" in line] == [
         "torchpod bench: ppo_x_2_actors_vs_plain/4: 6.00 x, the target is >= 6.5 x with the best layout.",
         f"torchpod bench: cpu_x_2_sharing_pools/4: {share:.2f} share of all cores, the target is >= 1.5 share of all"
@@ -175,9 +176,9 @@ def test_both_loops_do_the_same_work(task, num_envs):
     ours = measure(task, num_envs, "update", actors=1, **settings)
     acting, raw = (measure(task, num_envs, mode, actors=1, **settings) for mode in ("policy", "env_only"))
     arguments = ["--task", task, "--num-envs", str(num_envs), "--iterations", "1", "--repeats", "1"]
-    command = [sys.executable, str(harness.ROOT / "bench" / "peers" / "plain_ppo.py"), *arguments]
+    command = [sys.executable, str(ROOT / "bench" / "peers" / "plain_ppo.py"), *arguments]
     plain = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-    assert {key: ours[key] for key in harness.EQUAL_WORK} == {key: plain[key] for key in harness.EQUAL_WORK}
+    assert {key: ours[key] for key in compare.EQUAL_WORK} == {key: plain[key] for key in compare.EQUAL_WORK}
     most = 128 * num_envs
     for measurement in (ours, acting, raw, plain):
         assert 0.5 * most < measurement["env_steps"][0] <= most

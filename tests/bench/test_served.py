@@ -4,7 +4,7 @@ import sys
 import textwrap
 import time
 
-from torchpod.bench.harness import Measurement, Worker, WorkerError
+from torchpod.bench.processes import Measurement, Worker, WorkerError
 from torchpod.bench.served import Job, Wave
 
 # Tells in a log when it did what. Its first argument says what goes wrong.

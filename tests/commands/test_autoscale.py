@@ -12,7 +12,8 @@ import yaml
 from torchpod.algos import PPO
 from torchpod.commands import autoscale
 from torchpod.commands.probe import Answer
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.envs import CartPole
 from torchpod.learner import Learner, LearnerConfig

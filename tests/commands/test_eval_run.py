@@ -13,7 +13,8 @@ from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.commands.eval_run import acting_weights, eval_run
 from torchpod.commands.export_run import export_run
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import Gymnasium
 from torchpod.evaluate import evaluate

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from torchpod.commands.explain import explained_choices, explained_settings
-from torchpod.config import ConfigError, choices, load
+from torchpod.compose import choices, load
+from torchpod.config import ConfigError
 
 AGENT = '''
 from dataclasses import dataclass

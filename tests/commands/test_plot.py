@@ -9,7 +9,7 @@ import yaml
 
 from torchpod.commands import plot as module
 from torchpod.commands.plot import plot
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.metrics import Logger
 from torchpod.stats import bootstrap_ci, iqm
 

@@ -9,7 +9,7 @@ import torch
 from torchpod import random
 from torchpod.agent import Agent
 from torchpod.commands.scripted import scripted
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.main import main
 from torchpod.run.execute import execute
 from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from torchpod import checkpoint
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.run.execute import Run, execute
 
 STEPS = 4 * 8

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.distributed import Ranks, init, shutdown
 from torchpod.makers import make_agent, make_env
 from torchpod.run.loops import make_loop, reports

@@ -24,7 +24,7 @@ from tests.distributed import probe
 from tests.zygote import wait_until
 from torchpod import checkpoint, metrics
 from torchpod.checkpoint import CheckpointError
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.distributed import RankError, Ranks, SplitError, init, shutdown
 from torchpod.run.execute import execute
 from torchpod.run.folder import seen_by_all

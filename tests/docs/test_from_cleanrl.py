@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchpod.algos.ppo import PPOConfig
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.learner import LearnerConfig
 from torchpod.makers import make_agent, make_env
 

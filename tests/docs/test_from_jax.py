@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchpod import envs, random
-from torchpod.config import load
+from torchpod.compose import load
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-jax.md"
 TEXT = PAGE.read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.makers import make_env
 
 PAGE = Path(__file__).parents[2] / "docs" / "gymnasium.md"

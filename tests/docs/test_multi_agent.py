@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.main import main
 from torchpod.run.execute import execute
 

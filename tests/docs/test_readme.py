@@ -44,10 +44,12 @@ def test_python_blocks_of_the_readme_run(tmp_path, monkeypatch, capsys):
     assert "torch.Size([4, 4]) tensor([1., 1., 1., 1.])" in printed
 
 
-def test_links_of_the_readme_lead_somewhere():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page: str):
+    prose = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", prose)
+    places = [(ROOT / page).parent / link for link in links if not link.startswith("http")]
+    assert [place for place in places if not place.exists()] == []
 
 
 def test_the_reading_path_has_fewer_than_800_lines():

@@ -8,7 +8,7 @@ import torch
 
 from torchpod import random
 from torchpod.algos.dqn import DQN, DQNConfig
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.env import TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.minatar.breakout import Breakout

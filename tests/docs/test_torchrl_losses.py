@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchpod import train
-from torchpod.config import load
+from torchpod.compose import load
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchrl-losses.md"
 TEXT = PAGE.read_text()

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.graph import Replay
 from torchpod.makers import make_agent, make_env
 from torchpod.rollout import make_step, start, unroll

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.actions import random_action
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs import CartPole, Catch, CovidEconomy, TagContinuous
 from torchpod.envs.transforms import (

@@ -18,7 +18,7 @@ from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.sac import SAC, SACConfig
 from torchpod.commands.export_run import _bounds, export_run
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.env import TensorEnv
 from torchpod.envs import CartPole, Catch, MemoryChain, Pendulum, TagGridWorld
 from torchpod.interop import policy_module, to_tensordict

@@ -33,7 +33,7 @@ from torchpod.algos.torchrl import EPSILON_GREEDY, LOSSES, OFF_POLICY, ON_POLICY
 from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.minatar.breakout import Breakout

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.agent import variables_of
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.envs import CartPole
 from torchpod.host_memory import status_bytes
 from torchpod.kernels import cpu_calls

@@ -15,7 +15,7 @@ from torchpod.anakin import Anakin
 from torchpod.bench import interpreted
 from torchpod.bench.lowered_worker import CAPABILITY, SIZE, OnCpu, pretend
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.kernels import gpu_unroll, inductor
 from torchpod.kernels.cpu_calls import NotRecordable
 from torchpod.makers import make_agent, make_env

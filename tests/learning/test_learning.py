@@ -18,7 +18,7 @@ from torchpod.anakin import Anakin, RunState, train
 from torchpod.commands.eval_run import eval_run
 from torchpod.commands.scripted import scripted
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.envs.point_mass import PointMass
 from torchpod.evaluate import Evaluation, evaluate

@@ -23,7 +23,7 @@ from torchpod.anakin import Anakin
 from torchpod.anakin import train as train_anakin
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import Compiler
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.env import HostEnv, TensorEnv
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.classic.pendulum import Pendulum

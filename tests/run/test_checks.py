@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.user_agent import MyAgent, MyConfig
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.env import HostEnv
 from torchpod.envs import Catch
 from torchpod.envs.transforms import Flatten

@@ -25,7 +25,8 @@ from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
 from torchpod.commands.eval_run import eval_run
 from torchpod.compile import Compiler
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.evaluate import evaluate
 from torchpod.makers import make_agent

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.distributed import Ranks
 from torchpod.makers import make_agent, make_env
 from torchpod.run.loops import make_loop

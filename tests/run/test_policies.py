@@ -10,7 +10,7 @@ from torch import nn
 
 from torchpod import checkpoint
 from torchpod.agent import Agent
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.distributed import Ranks
 from torchpod.main import main
 from torchpod.makers import make_agent, make_env

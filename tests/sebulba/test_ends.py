@@ -25,7 +25,8 @@ from tests.sebulba.commands import (
 )
 from tests.zygote import wait_until
 from torchpod import checkpoint
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.envs.host import Gymnasium
 from torchpod.main import main
 from torchpod.makers import make_env

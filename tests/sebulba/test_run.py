@@ -13,7 +13,8 @@ import torch
 from tests.sebulba.commands import SMALL, STEPS, train, wait_for_rows
 from tests.testing.test_check_env import SharesSimulator
 from torchpod import checkpoint, random
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.transforms import RewardClip
 from torchpod.main import main

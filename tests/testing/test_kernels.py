@@ -5,7 +5,8 @@ import secrets
 import pytest
 import torch
 
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.env import TensorEnv
 from torchpod.run.execute import execute
 from torchpod.specs import Box, Discrete, EnvSpec, Traits

@@ -20,7 +20,8 @@ from torchpod import algos
 from torchpod.arguments import Parser, require_writable
 from torchpod.commands.knobs import GAIN, NAMES, Row, Search, Setting
 from torchpod.commands.probe import CPU_SHARE, Answer, measure
-from torchpod.config import ConfigError, TrainConfig, load
+from torchpod.compose import load
+from torchpod.config import ConfigError, TrainConfig
 from torchpod.dealer import DEFAULT_CHUNK_ROWS
 from torchpod.hints import human_bytes
 from torchpod.host_memory import available_bytes

@@ -20,7 +20,8 @@ import yaml
 
 from torchpod import algos, configs, envs
 from torchpod.agent import Agent
-from torchpod.config import TrainConfig, choices, plain, typed
+from torchpod.compose import choices
+from torchpod.config import TrainConfig, plain, typed
 from torchpod.makers import agent_classes, defaults_of_arguments, defaults_of_fields, find
 
 _WIDTH = 120

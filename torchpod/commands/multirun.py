@@ -12,7 +12,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from torchpod.config import GROUPS, ConfigError, load
+from torchpod.compose import GROUPS, load
+from torchpod.config import ConfigError
 from torchpod.run.stop import Interrupted
 
 

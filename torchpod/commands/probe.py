@@ -21,7 +21,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from torchpod.config import TrainConfig, load
+from torchpod.compose import load
+from torchpod.config import TrainConfig
 from torchpod.distributed import init
 from torchpod.host_memory import children, private_bytes, status_bytes
 from torchpod.makers import make_agent, make_env

@@ -17,7 +17,8 @@ import yaml
 
 from torchpod import checkpoint
 from torchpod.checkpoint import CheckpointError
-from torchpod.config import ConfigError, TrainConfig, choices, from_dict
+from torchpod.compose import choices
+from torchpod.config import ConfigError, TrainConfig, from_dict
 from torchpod.distributed import RankError, Ranks
 from torchpod.machine import versions
 from torchpod.makers import sources

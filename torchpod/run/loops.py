@@ -11,7 +11,8 @@ from torchpod import algos, anakin, sebulba
 from torchpod.agent import Agent
 from torchpod.anakin import Anakin, RunState
 from torchpod.compile import Compiler
-from torchpod.config import ConfigError, TrainConfig, without_replay
+from torchpod.compose import without_replay
+from torchpod.config import ConfigError, TrainConfig
 from torchpod.distributed import Ranks
 from torchpod.env import Env
 from torchpod.sebulba import Sebulba, devices_of

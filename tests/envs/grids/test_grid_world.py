@@ -6,7 +6,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchpod import random
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.envs.grids.grid_configs import CONFIGURATIONS
 from torchpod.envs.grids.grid_world import GridWorld
 from torchpod.makers import make_env

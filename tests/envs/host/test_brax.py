@@ -14,7 +14,7 @@ import torch
 
 from tests.zygote import wait_until
 from torchpod import random
-from torchpod.config import load
+from torchpod.compose import load
 from torchpod.envs.host import Brax
 from torchpod.envs.host.brax import _brax
 from torchpod.envs.transforms import action_repeat, time_limit

@@ -15,7 +15,8 @@ from torchpod import random
 from torchpod.actions import random_action
 from torchpod.algos.multi_agent import IA2C, IPPO, MAPPO, IA2CConfig, IPPOConfig, MAPPOConfig
 from torchpod.compile import Compiler
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.env import HostEnv
 from torchpod.envs.host import Gymnasium, PettingZoo
 from torchpod.envs.multi_agent.tag_continuous import TagContinuous

@@ -13,7 +13,8 @@ from torchrl.envs import Compose, GymEnv, SerialEnv, StepCounter, TransformedEnv
 from torchpod import random, train
 from torchpod.actions import random_action
 from torchpod.commands.eval_run import eval_run
-from torchpod.config import ConfigError, load
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.env import TensorEnv
 from torchpod.envs import Catch
 from torchpod.envs.host.torchrl import TorchRL
