@@ -172,27 +172,29 @@ def main(
     with Record("gpu", json_path, **extra) as record:
         results: dict[tuple[str, str], Result] = {}
         waves = plan([case for case in todo if isinstance(case, Case)], ours, peer, memory_limit(device))
-        for i, wave in enumerate(waves or [[]]):
-            jobs = [
-                Job(case.name, worker, case_arguments(case, repeats, rounds, device, quick=quick))
-                for case, worker in wave
-            ]
-            with Wave(jobs, deadline) as running:
-                if i == 0 and Checks() in todo:  # while the workers compile
-                    record.rows, record.failures = checked(device, num_envs=64 if quick else 1024)
-                    print(f"correctness: {len(record.rows)} rows, {len(record.failures)} wrong", flush=True)
-                for job, result in zip(jobs, running.measure(rounds), strict=True):
-                    results[job.case, job.worker.name] = result
-        for case in (x for x in todo if isinstance(x, Case)):
-            of_peer = results.get((case.name, peer.name), Result(MissingError("there is no JAX driver for it"), {}))
-            of_ours = results[case.name, ours.name]
-            of_case, wrong = case_rows(make, case, of_ours, of_peer, peer, device)
-            record.rows += of_case
-            record.failures += wrong
-            if case.learns and not quick:
-                sides = of_ours.measurements, of_peer.measurements
-                record.failures += compare.untrained(case.name, case.env, sides)
-            print(describe(of_case[0]), flush=True)
+        try:
+            for i, wave in enumerate(waves or [[]]):
+                jobs = [
+                    Job(case.name, worker, case_arguments(case, repeats, rounds, device, quick=quick))
+                    for case, worker in wave
+                ]
+                with Wave(jobs, deadline) as running:
+                    if i == 0 and Checks() in todo:  # while the workers compile
+                        record.rows, record.failures = checked(device, num_envs=64 if quick else 1024)
+                        print(f"correctness: {len(record.rows)} rows, {len(record.failures)} wrong", flush=True)
+                    for job, result in zip(jobs, running.measure(rounds), strict=True):
+                        results[job.case, job.worker.name] = result
+        finally:  # of the waves that were measured, whatever stopped the next
+            for case in (x for x in todo if isinstance(x, Case) and (x.name, ours.name) in results):
+                of_peer = results.get((case.name, peer.name), Result(MissingError("there is no JAX driver for it"), {}))
+                of_ours = results[case.name, ours.name]
+                of_case, wrong = case_rows(make, case, of_ours, of_peer, peer, device)
+                record.rows += of_case
+                record.failures += wrong
+                if case.learns and not quick:
+                    sides = of_ours.measurements, of_peer.measurements
+                    record.failures += compare.untrained(case.name, case.env, sides)
+                print(describe(of_case[0]), flush=True)
         host_rows(record, make, [x for x in todo if isinstance(x, HostCase)], device, deadline, quick=quick)
         if only is None and not quick:
             record.rows.append(make.alone("whole_suite", time.monotonic() - harness.BEGAN, "s"))

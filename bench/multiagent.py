@@ -188,38 +188,52 @@ def main(
     extra |= {"device": device, "budget_s": budget_s, "warpdrive_a100": WARPDRIVE}
     with Record("multiagent", json_path, **extra) as record:
         record.calibrate(core)
-        served = on_gpu(cases, ours, peer, seconds, repeats, rounds, core, deadline) if device == "cuda" else {}
-        for case in cases:
-            sides = [ours, *([peer] if case.has_peer else [])]
-            original = dataclasses.replace(peer, name=f"{peer.name} as there", command=(*peer.command, case.original))
-            if case.original and device == "cpu":
-                sides.append(original)
-            arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
-            results = served.get(case) or processes.interleave(sides, arguments, core=core)
-            a, b = results[ours.name], results.get(peer.name, [])
-            unit = "env_steps/s" if case.mode != "sampler" else "1/s"
-            row = make.rate(case.name, a, b, peer_name=peer.name, unit=unit)
-            record.failures += [(case.name, str(side)) for side in (a, b) if isinstance(side, WorkerError)]
-            if device == "cpu":
+        if device == "cuda":
+            served: dict[Case, dict[str, Measured]] = {}
+            try:
+                on_gpu(served, cases, ours, peer, seconds, repeats, rounds, core, deadline)
+            finally:  # of what was measured, whatever stopped the rest
+                for case in filter(served.__contains__, cases):
+                    a, b = served[case][ours.name], served[case].get(peer.name, [])
+                    add_row(record, make, case, a, b, peer.name)
+        else:
+            for case in cases:
+                sides = [ours, *([peer] if case.has_peer else [])]
+                original = dataclasses.replace(
+                    peer, name=f"{peer.name} as there", command=(*peer.command, case.original)
+                )
+                if case.original:
+                    sides.append(original)
+                arguments = [case_arguments(case, device, seconds, repeats, seed) for seed in range(rounds)]
+                results = processes.interleave(sides, arguments, core=core)
                 record.calibrate(core)
-            if isinstance(a, list):
-                details = cast("list[Details]", a)[-1]
-                peak = peaks(make, details, record.calibrations)
-                told = notes(case, row, details, peak)
-                record.failures += impossible(case, row, details, peak)
-                row = dataclasses.replace(row, note="; ".join(filter(None, [*told, row.note])))
-            record.rows.append(row)
-            print(describe(row), flush=True)
-            if original in sides:
-                b = results[original.name]
-                row = make.rate(case.name.replace("env_only", "original"), a, b, peer_name=original.name)
-                record.failures += [(row.name, str(b))] if isinstance(b, WorkerError) else []
-                record.rows.append(row)
-                print(describe(row), flush=True)
+                add_row(record, make, case, results[ours.name], results.get(peer.name, []), peer.name)
+                if original in sides:
+                    a, b = results[ours.name], results[original.name]
+                    row = make.rate(case.name.replace("env_only", "original"), a, b, peer_name=original.name)
+                    record.failures += [(row.name, str(b))] if isinstance(b, WorkerError) else []
+                    record.rows.append(row)
+                    print(describe(row), flush=True)
     return record.status
 
 
+def add_row(record: Record, make: RowMaker, case: Case, ours: Measured, of_peer: Measured, peer_name: str) -> None:
+    """Adds the row of a case with all that is to be said of it, and what is wrong with it."""
+    unit = "env_steps/s" if case.mode != "sampler" else "1/s"
+    row = make.rate(case.name, ours, of_peer, peer_name=peer_name, unit=unit)
+    record.failures += [(case.name, str(side)) for side in (ours, of_peer) if isinstance(side, WorkerError)]
+    if isinstance(ours, list):
+        details = cast("list[Details]", ours)[-1]
+        peak = peaks(make, details, record.calibrations)
+        told = notes(case, row, details, peak)
+        record.failures += impossible(case, row, details, peak)
+        row = dataclasses.replace(row, note="; ".join(filter(None, [*told, row.note])))
+    record.rows.append(row)
+    print(describe(row), flush=True)
+
+
 def on_gpu(
+    found: dict[Case, dict[str, Measured]],
     cases: Sequence[Case],
     ours: Worker,
     peer: Worker,
@@ -228,9 +242,8 @@ def on_gpu(
     rounds: int,
     core: int | None,
     deadline: float,
-) -> dict[Case, dict[str, Measured]]:
-    """The measurements of each side: cases that fit in memory compile at once, NumPy runs when all are measured."""
-    found: dict[Case, dict[str, Measured]] = {}
+) -> None:
+    """Finds what each side measures: cases that fit in memory compile at once, NumPy runs when all are measured."""
     with_peer = [case for case in cases if case.has_peer]
     games = [*dict.fromkeys(case[:2] for case in with_peer)]
     of_waves = deadline - (PEERS_SHARE if games else 0.0) * (deadline - time.monotonic())
@@ -252,7 +265,6 @@ def on_gpu(
             for case in with_peer:
                 if case[:2] == game:
                     found[case][peer.name] = measured
-    return found
 
 
 def waves(cases: Sequence[Case], limit: float) -> list[list[Case]]:

@@ -85,8 +85,8 @@ class Wave:
                         workers[i] = _or_error(worker, lambda i=i, w=worker: found[i].append(w.measure()))
             for i in own:
                 worker = workers[i]
-                if isinstance(worker, Served):
-                    workers[i] = _or_error(worker, lambda i=i, w=worker: details[i].update(w.end()))
+                if isinstance(worker, Served):  # without details its measurements are there all the same
+                    _or_error(worker, lambda i=i, w=worker: details[i].update(w.end()))
         return [
             Result(worker if isinstance(worker, WorkerError) else found[i], details[i])
             for i, worker in enumerate(workers)

@@ -13,7 +13,7 @@ from torchpod.bench.compare import RowMaker
 from torchpod.bench.gpu import Case, HostCase
 from torchpod.bench.kernels import covered
 from torchpod.bench.processes import MissingError, Worker
-from torchpod.bench.served import Result
+from torchpod.bench.served import Result, Wave
 from torchpod.bench.targets import Target
 
 FAKE = textwrap.dedent(
@@ -77,6 +77,25 @@ def test_a_case_is_a_ratio_with_what_it_cost_beside_it(tmp_path, fake):
     assert rows["outside_env_ppo_cartpole/1024"]["value"] == pytest.approx(0.75)
     row = rows["a2c_grid_world/32768"]
     assert row["peer"] is None and "there is no JAX driver for it" in row["note"]
+
+
+def test_a_suite_that_is_stopped_keeps_the_waves_that_were_measured(tmp_path, fake, monkeypatch):
+    begun = []
+
+    def stopped(jobs, deadline):
+        begun.append([job.case for job in jobs])
+        if len(begun) == 2:
+            raise SystemExit(143)  # as SIGTERM ends it
+        return Wave(jobs, deadline)
+
+    cases = Case("cartpole", 1024), Case("pendulum", 1024)
+    monkeypatch.setattr(gpu, "plan", lambda cases, ours, peer, limit: [[(case, ours), (case, peer)] for case in cases])
+    monkeypatch.setattr(gpu, "Wave", stopped)
+    status, document = run_suite(tmp_path, fake("torchpod", 3e9), fake("jax", 2e9), cases=cases)
+    assert len(begun) == 2 and status == 1
+    assert document["rows"][0]["name"] == "ppo_cartpole/1024" and document["rows"][0]["ratio"] == pytest.approx(1.5)
+    assert "the suite was stopped after this row: interrupted." in document["failures"][-1][1]
+    assert "pendulum" not in document["only"]
 
 
 def test_some_rows_alone(tmp_path, fake):

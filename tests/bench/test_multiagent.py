@@ -209,6 +209,22 @@ def test_unrolls_on_a_cpu_are_as_long_as_fits(case):
         assert "--unroll" not in arguments
 
 
+def test_a_suite_that_is_stopped_on_a_gpu_keeps_what_was_measured(tmp_path, monkeypatch):
+    cases = [Case("tag_gridworld", 5, 2000), Case("tag_gridworld", 5, 500)]
+
+    def interrupted(found, cases, ours, peer, seconds, repeats, rounds, core, deadline):
+        arguments = [multiagent.case_arguments(cases[0], "cpu", seconds, repeats, 0)]
+        found[cases[0]] = processes.interleave([ours], arguments, core=None, cache_dir=tmp_path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(multiagent, "on_gpu", interrupted)
+    status, document = run(tmp_path, monkeypatch, cases, 980_000.0, 9800.0, device="cuda")
+    assert status == 1 and document["only"] == "env_only_tag_gridworld_5/2000"
+    (row,) = document["rows"]
+    assert (row["value"], row["peer"]) == (980_000.0, None)
+    assert "the suite was stopped after this row: interrupted." in document["failures"][-1][1]
+
+
 def test_the_worker_takes_the_unroll_that_it_is_told():
     anakin = worker.build(
         PLANE, 12, 3, mode="update", full=False, compiler=Compiler(False), device="cpu", unroll_length=25

@@ -28,6 +28,8 @@ FAKE = textwrap.dedent(
         keys = {sorted(Measurement.__required_keys__)!r}
         print(json.dumps(dict.fromkeys(keys, i) if fault != "empty" else {{"wall_s": []}}), flush=True)
     note("end")
+    if fault == "ends":
+        sys.exit("no profiler")
     print(json.dumps({{"details": {{"kernels": 7}}}}))
     """
 )
@@ -63,6 +65,11 @@ def test_what_fails_is_told_and_the_others_go_on(tmp_path):
     assert errors[1] == "ours failed (exit status 1): out of memory"
     assert errors[2].startswith("ours printed a measurement without batch_rows, ")
     assert isinstance(results[3].measurements, list)
+
+
+def test_a_worker_that_fails_after_its_last_round_has_been_measured(tmp_path):
+    ((measurements, details), _), _ = run(tmp_path, ("a", "ends"), ("a", ""))
+    assert isinstance(measurements, list) and len(measurements) == 2 and details == {}
 
 
 def test_nobody_waits_longer_than_the_time_there_is(tmp_path):

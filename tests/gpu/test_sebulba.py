@@ -16,7 +16,10 @@ from torchpod.algos.impala import IMPALA, IMPALAConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.torchrl import TorchRLConfig, torchrl_agent
 from torchpod.bench import gpu, gpu_checks, kernels
+from torchpod.bench.compare import Row, RowMaker
 from torchpod.bench.gpu import HostCase
+from torchpod.bench.harness import Record
+from torchpod.bench.targets import Failure
 from torchpod.compile import Compiler
 from torchpod.env import HostEnv
 from torchpod.envs.classic.cartpole import CartPole
@@ -282,16 +285,22 @@ def test_with_replay_two_captured_runs_are_equal_wherever_it_lies(name):
     assert unlike_ends(replayed_twice(name, compiled=True, device="cuda")) == []
 
 
+def host_rows(case: HostCase, device: str) -> tuple[list[Row], list[Failure]]:
+    record = Record("gpu", None)
+    gpu.host_rows(record, RowMaker(), [case], device, time.monotonic() + 300, quick=True)
+    return record.rows, record.failures
+
+
 @pytest.mark.gpu
 def test_envpool_feeds_a_gpu():
-    rows, failures = gpu.host_rows([HostCase("CartPole-v1", 64, 16)], "cuda", time.monotonic() + 300, quick=True)
+    rows, failures = host_rows(HostCase("CartPole-v1", 64, 16), "cuda")
     assert failures == [] and all((row.value or 0.0) > 0 for row in rows)
     assert rows[-1].name == "gpu_idle_CartPole-v1/64x16" and 0 < (rows[-1].value or 0.0) < 1
 
 
 @pytest.mark.slow
 def test_the_rows_of_host_environments_are_measured_on_the_cpu_too():
-    rows, failures = gpu.host_rows([HostCase("CartPole-v1", 8, 8)], "cpu", time.monotonic() + 300, quick=True)
+    rows, failures = host_rows(HostCase("CartPole-v1", 8, 8), "cpu")
     assert failures == []
     assert [row.name for row in rows] == [
         "raw_envpool_CartPole-v1/8x8",

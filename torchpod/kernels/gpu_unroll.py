@@ -617,6 +617,22 @@ _MAKERS: dict[Any, Callable[[_Source, Node, Tensor], Value]] = {
 }
 
 
+def rows_of(args: tuple[Any, ...]) -> int:
+    """How many environments there are; asked before a step is traced for a kernel.
+
+    Raises:
+      NotRecordable: if they are no rows of the carry, or too many for one kernel to be quicker.
+    """
+    before = reader(args[1])(args[1])
+    rows = {len(x) for x in before if x.ndim}
+    if len(rows) != 1 or all(x.ndim for x in before):  # without a number that all share, the counter of steps
+        raise NotRecordable("not all of the carry has a row per environment, or there are members of a population")
+    (found,) = rows
+    if found > MOST_ROWS:
+        raise NotRecordable(f"{found} environments fill a GPU step by step")
+    return found
+
+
 class GpuUnroll(Unroll):
     """See the module, and `Unroll`.
 
@@ -631,15 +647,9 @@ class GpuUnroll(Unroll):
 
     def __init__(self, graph: GraphModule, args: tuple[Any, ...], result: tuple[Any, Any]) -> None:
         super().__init__(cast(Any, None), args, result)
-        before = reader(args[1])(args[1])
-        rows = {len(x) for x in before if x.ndim}
-        if len(rows) != 1 or all(x.ndim for x in before):  # without a number that all share, the counter of steps
-            raise NotRecordable("not all of the carry has a row per environment, or there are members of a population")
+        self._rows, before = rows_of(args), reader(args[1])(args[1])
         if any(before[i].ndim == 0 for i in self._timestep) or not all(x.is_contiguous() for x in reader(args)(args)):
             raise NotRecordable("what a timestep tells has no rows, or an argument is not contiguous")
-        (self._rows,) = rows
-        if self._rows > MOST_ROWS:
-            raise NotRecordable(f"{self._rows} environments fill a GPU step by step")
         self.source = _Source(graph, self._num_before, self._num_carry, self._rows).text
 
     @functools.cached_property

@@ -284,6 +284,7 @@ class _Program(Signature):
         Raises:
           NotRecordable: if there can be none.
         """
+        gpu_unroll.rows_of(args)
         graph, *_ = trace(self._fn, args)  # inductor changes the one that it gets
         simplify(graph)
         inputs = list(self._leaves(args))

@@ -67,8 +67,8 @@ def take(handed: Handed, device: torch.device) -> Tree:
         # torch copies to another GPU on the current stream of the tensor's own, where an update may be running.
         for other in {x.device for x in leaves if x.device.type == "cuda"} - {here}:
             streams.enter_context(torch.cuda.stream(torch.cuda.Stream(other)))
-        handed.wait(leaves, device)
-        return pytree.tree_map(lambda x: x.to(device, non_blocking=True), handed.tree)
+        handed.wait(leaves, here)
+        return pytree.tree_map(lambda x: x.to(here, non_blocking=True), handed.tree)
 
 
 class Port:
