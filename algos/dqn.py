@@ -41,9 +41,10 @@ class DQNConfig:
     https://arxiv.org/abs/1509.06461)."""
     n_step: int = 3
     """Rewards that are added up before the value of what follows."""
-    huber_delta: float = bounded(math.inf, least=0)
-    """Of DQN alone: larger errors count linearly. With 1, as in the paper, whose rewards are clipped, CartPole is not
-    learnt: an error at the end of an episode is as large as the value there, up to 100, and would count as 1."""
+    huber_delta: float = bounded(math.inf, least=1e-9)
+    """Of DQN alone: larger errors count linearly; with inf none do. With 1, as in the paper, whose rewards are clipped,
+    CartPole is not learnt: an error at the end of an episode is as large as the value there, up to 100, and would count
+    as 1."""
     discount: float = bounded(0.99, least=0, most=1)
     """Gamma: what a reward is worth one step later."""
     epsilon: float = bounded(0.05, least=0, most=1)
@@ -89,8 +90,10 @@ class DQN(Agent):
         self.config, self.num_actions, self.outputs = config, spec.action.num_values, outputs
         self.replayed = config.n_step
         self.target_rate, self.target_interval = config.target_rate, config.target_interval
-        for name in ("discount", "epsilon", "exploration_fraction", "reward_clip", "huber_delta"):
+        for name in ("discount", "epsilon", "exploration_fraction", "reward_clip"):
             self.hyperparameter(name, getattr(config, name))
+        if self.bounds_errors:
+            self.hyperparameter("huber_delta", config.huber_delta)
         self.hyperparameter("remaining", 1.0)  # of the run
         torso = choose_torso(spec, config.torso, channels=config.channels, hidden=config.hidden[-1])
         self.encoder = Encoder(spec.observation, config.hidden, config.activation, torso)

@@ -90,8 +90,6 @@ class _Builder:
     """
 
     def __init__(self, spec: EnvSpec, config: LossConfig) -> None:
-        if min(config.hidden, default=1) < 1:
-            raise ValueError(f"algo.agent.hidden={list(config.hidden)} must be at least 1 each.")
         observation = spec.observation
         leaves = (
             {("observation", name): x for name, x in observation.items()}

@@ -47,6 +47,11 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     report, harness = (importlib.import_module(f"{__name__}.{name}") for name in ("report", "harness"))
+    if not (harness.ROOT / "bench" / "peers").is_dir():
+        raise ValueError(
+            "torchpod bench measures a checkout, and this is an installed package: clone the repository, and run `make "
+            "bench` there."
+        )
     if args.suite == "report":
         if others := [x for x in argv if x != "report"]:
             raise ValueError(f"torchpod bench report renders all results and takes no {others[0]}: leave it out.")

@@ -256,6 +256,7 @@ def test_a_run_without_a_checkpoint_starts_again_as_the_refusal_says(run_dir: Pa
         ("algo=a2c", "algo.name=a2c cannot change: "),
         ("seed=1", "seed=1 cannot change: "),
         ("+members.discount=[0.5]", "members.discount=[0.5] cannot change: "),
+        ("+members.policies.runner.clip=[0.5]", "members.policies.runner.clip=[0.5] cannot change: "),
         ("experiment=pendulum", "experiment_name=pendulum cannot change: "),
     ],
 )

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from tests.refusals import refused
+from torchpod import configs
 from torchpod.compose import load
 from torchpod.config import ConfigError
 from torchpod.replay import ReplayConfig
@@ -79,8 +81,8 @@ def test_an_experiment_in_a_file_can_be_overridden(mine: Path):
         ("numenvs: 3", ": numenvs is no setting; did you mean num_envs"),
         ("algo: ppo", ": algo is chosen among defaults; write it below defaults as - override /algo: ppo."),
         ("defaults: ppo", ": defaults is no list; write choices as - override /algo: ppo."),
-        ("defaults: [algo: ppo]", ": defaults has {'algo': 'ppo'}; write a choice as - override /algo: ppo."),
-        ("defaults: [cartpole]", ": defaults has cartpole; write a choice as - override /algo: ppo."),
+        ("defaults: [algo: ppo]", ": defaults has {'algo': 'ppo'}; write a choice as - override /algo: ppo, or na"),
+        ("defaults: [cartpol]", ": defaults has cartpol; write a choice as - override /algo: ppo, or name an exper"),
         ("defaults: [override /algo: pppo]", ": algo=pppo is not known; did you mean ppo or ippo or mappo?"),
         ("defaults: [override /env: no.py:MyEnv]", "/no.py; give PATH.py:MyEnv with where it is now"),
     ],
@@ -91,6 +93,31 @@ def test_an_experiment_in_a_file_that_cannot_be_used_is_named(text: str | None, 
         path.write_text(text)
     told = refused([f"experiment={path}"])
     assert message in told and (told.startswith(f"experiment={path}") or "no.py" in told)
+
+
+@pytest.mark.parametrize("name", ["c51_minatar_breakout", "mappo_tag_continuous", "ppo_pendulum_sebulba"])
+def test_a_copy_of_an_experiment_of_ours_is_the_same_experiment(name: str, tmp_path: Path):
+    path = tmp_path / "copied.yaml"
+    path.write_text((Path(configs.__path__[0]) / "experiment" / f"{name}.yaml").read_text())
+    ours, copied = load([f"experiment={name}"]), load([f"experiment={path}"])
+    assert copied.to_dict() | {"experiment_name": None} == ours.to_dict() | {"experiment_name": None}
+
+
+def test_an_experiment_in_a_file_may_begin_with_one_of_ours(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("defaults: [cartpole, override /loop: sebulba, _self_]\nnum_envs: 4")
+    config = load([f"experiment={tmp_path}/mine.yaml"])
+    unroll_length = load(["experiment=cartpole"]).algo.unroll_length
+    assert (config.loop.name, config.num_envs, config.algo.unroll_length) == ("sebulba", 4, unroll_length)
+    assert config.experiment == "mine"
+
+
+def test_a_program_that_uses_hydra_itself_keeps_it(tmp_path: Path):
+    (tmp_path / "theirs.yaml").write_text("x: 1")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        load(["algo=ppo"])
+        with pytest.raises(ConfigError):
+            load(["algo=pppo"])
+        assert compose("theirs") == {"x": 1}
 
 
 @pytest.mark.parametrize("group", ["loss", "experiment"])

@@ -264,6 +264,17 @@ def test_metrics_and_buffers_may_be_of_float64(seed, enabled):
     assert state.buffers["total"].dtype == torch.float64 and state.buffers["total"] == 2 * 2 * 16
 
 
+@pytest.mark.parametrize("enabled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_only_told_may_be_no_number(seed, enabled):
+    nan = torch.tensor(math.nan)
+    agent = Says(SPEC, PPOConfig(hidden=(8,)), {"odd": nan}, lambda agent: {"total": agent.total + nan})
+    learner = Learner(agent, LearnerConfig(), num_iterations=5, compiler=Compiler(enabled))
+    before = learner.init(*variables_of(agent))
+    state, metrics = learner.update(before, experience(seed, 8, 8), random.split(random.key(seed), 8))
+    assert state.healthy and metrics["odd"].isnan() and metrics["loss"].isfinite() and state.buffers["total"] == 0
+    assert not torch.equal(state.params["policy.weight"], before.params["policy.weight"])
+
+
 @pytest.mark.parametrize(
     ("says", "message"),
     [

@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit status, and one sentence for everything that a user can repair."""
 
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from torchpod import checkpoint
 from torchpod.compose import load
 from torchpod.hints import nearest
 from torchpod.main import COMMANDS, _lines, main, train
+from torchpod.run.folder import JOB, resume_source
+from torchpod.run.judge import Judge
 
 ENV_FILE = Path(__file__).parent / "user_env.py"
 AGENT_FILE = Path(__file__).parent / "user_agent.py"
@@ -208,6 +212,48 @@ def test_columns_from_python_are_lists_tuples_arrays_or_tensors(kind: Callable[.
     assert _lines("x", [entry]) == ["x=[{name: 'it\\'s', sizes: [1, null, True]}]"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("algo.learner.schedules", {"entropy_coefficient": [[0, 0.5], [5e7, 0.05]]}),
+        ("algo.learner.learning_rate", {"runner": 1e-3, "tagger": 1e-4}),
+        ("algo.agent.policies", {"tagger": {"clip": 0.1}, "runner": {"train": False}}),
+    ],
+)
+def test_names_and_values_of_ones_own_are_one_setting_from_python_too(name: str, value: dict[str, Any]):
+    *path, last = name.split(".")
+    settings = {"algo": "ippo", "env": "tag_gridworld", ".".join(path): {last: value}}
+    config = load([line for key, x in settings.items() for line in _lines(key, x)])
+    assert functools.reduce(dict.__getitem__, name.split("."), config.to_dict()) == value
+
+
+def test_what_autoscale_has_found_may_be_given_from_python(tmp_path: Path):
+    (tmp_path / "found it.yaml").write_text("num_envs: 32")
+    assert load(_lines("autoscale", tmp_path / "found it.yaml")).num_envs == 32
+
+
+def test_warming_up_writes_no_logs_and_plays_no_evaluation_on_the_host(call: Call, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Judge, "evaluate", lambda *_: pytest.fail("evaluated"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    settings = [x for x in SMALL if "hidden" not in x]
+    host = "env=gymnasium", "env.task=CartPole-v1", "loop=sebulba", "logger.wandb=true", "logger.csv=true"
+    assert call("warmup", *settings, *host)[0] == 0
+
+
+def test_a_restart_of_a_job_without_an_id_does_not_go_on_with_anothers_run(
+    call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for job in ("none", "7f3a"):
+        monkeypatch.setenv(JOB, job)
+        assert call("train", *SMALL)[0] == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (found,) = (path for path in Path("runs/ppo_cartpole").iterdir() if resume_source(load(SMALL)) == path)
+    assert checkpoint.read_meta(checkpoint.latest(found))["job"] == "7f3a"
+    monkeypatch.setenv(JOB, "none")
+    assert resume_source(load(SMALL)) is None
+    assert "begins anew: torchrun gave it no id, with --rdzv-id=ID it would go on." in capsys.readouterr().out
+
+
 def test_train_then_eval_then_resume(call: Call):
     status, out, error = call("train", *SMALL, "run_dir=run")
     assert (status, error) == (0, "")
@@ -273,7 +319,7 @@ def test_a_population_names_its_best_member(call: Call):
         (["algo=r2d2", "algo.agent.rescale=-0.1"], "algo.agent.rescale=-0.1 must lie from 0 to inf."),
         (["algo=r2d2", "algo.agent.largest_share=9"], "algo.agent.largest_share=9 must lie from 0 to 1."),
         (["algo=dqn", "algo.agent.epsilon_spread=-2"], "algo.agent.epsilon_spread=-2 must lie from 0 to inf."),
-        (["algo=dqn", "algo.agent.huber_delta=-1"], "algo.agent.huber_delta=-1 must lie from 0 to inf."),
+        (["algo=dqn", "algo.agent.huber_delta=-1"], "algo.agent.huber_delta=-1 must lie from 1e-09 to inf."),
         (["algo=td3", "algo.agent.target_noise_clip=-1"], "algo.agent.target_noise_clip=-1 must lie from 0 to inf."),
         (
             ["algo=torchrl", "loss=SACLoss"],

@@ -85,6 +85,19 @@ def test_an_agent_in_a_file_without_a_method_is_told_which_to_define(name: str, 
     assert f"Bare must define {signature}." in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algo=c51", "+members.low=[0,50]", "+members.high=[100,10]"], "low=50.0 must be below high=10.0"),
+        (["algo=impala", "+members.rho_clip=[0.5,1]"], "rho_clip=0.5 must be at least c_clip=1; raise it."),
+    ],
+)
+def test_the_constructor_of_an_agent_judges_the_settings_of_each_member(overrides: list[str], message: str):
+    config = load([*overrides, "population=2"])
+    with pytest.raises(ValueError, match=message):
+        make_agent(config.algo, make_env("cartpole").spec, config.members)
+
+
 def test_a_file_may_import_what_lies_beside_it(tmp_path: Path):
     (tmp_path / "beside_it.py").write_text("LIMIT = 6\n")
     text = "from beside_it import LIMIT\nfrom torchpod.envs import CartPole\n\n\n"

@@ -35,12 +35,13 @@ from torchpod.sebulba import SebulbaConfig
 GROUPS = ("algo", "env", "loop", "logger", "loss", "experiment")
 _OWN = "_own_"
 """Before the digest of an experiment's file, in the choice that it becomes."""
-_MAPPINGS = (
+MAPPINGS = (
     "algo.agent.policies",
     "algo.learner.schedules",
     "algo.learner.learning_rate",
     "algo.learner.max_grad_norm",
 )
+"""Settings that are names and values of one's own, and given as a whole."""
 _SEBULBA = tuple(f.name for f in dataclasses.fields(SebulbaConfig))
 
 
@@ -81,26 +82,35 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     if "loss" in named and named.get("algo", "algo=torchrl") != "algo=torchrl":
         raise ConfigError(f"{named['loss']} is of algo=torchrl; leave {named['algo']} out, or the loss.")
     choosing = [f"{_key(item)}=custom" if _names_file(item) else item for item in overrides]
+    others = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
     GlobalHydra.instance().clear()
-    with initialize_config_module("torchpod.configs", version_base="1.3"):
-        groups = tuple(item for item in choosing if _key(item) in GROUPS and _known(item))
-        for override in choosing:
-            _check_override(override, groups)
-        try:
-            composed = compose("train", list(_in_place(choosing)))
-            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            if there := re.search(r"An item is already at '([^']*)'", str(error)):
-                raise ConfigError(f"{there[1]} is there already; leave the plus sign out.") from error
-            if told := next(filter(None, map(_misread, choosing)), None):
-                raise ConfigError(told) from error
-            raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
+    try:
+        values = _values(choosing)
+    finally:
+        GlobalHydra.instance().hydra = others
     settings = typing.cast(dict[str, Any], values)
     for group, item in named.items():
         if _names_file(item):  # in full, so that the run can be resumed and evaluated from any folder
             path, colon, attribute = item.partition("=")[2].partition(".py")
             settings[group] = {**settings[group], "name": f"{Path(path).resolve()}{colon}{attribute}"}
     return settings
+
+
+def _values(choosing: Sequence[str]) -> Any:
+    """What Hydra makes of the overrides, or a sentence of why it cannot."""
+    with initialize_config_module("torchpod.configs", version_base="1.3"):
+        groups = tuple(item for item in choosing if _key(item) in GROUPS and _known(item))
+        for override in choosing:
+            _check_override(override, groups)
+        try:
+            composed = compose("train", list(_in_place(choosing)))
+            return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            if there := re.search(r"An item is already at '([^']*)'", str(error)):
+                raise ConfigError(f"{there[1]} is there already; leave the plus sign out.") from error
+            if told := next(filter(None, map(_misread, choosing)), None):
+                raise ConfigError(told) from error
+            raise ConfigError(f"the configuration cannot be composed: {_one_line(error)}") from error
 
 
 def _check_effects(config: TrainConfig) -> None:
@@ -163,7 +173,10 @@ def _with_groups(overrides: Sequence[str]) -> list[str]:
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return list(overrides)  # it is refused later, with the reason
     mine = [f"{group}={name}" for group, name in names.items() if group not in given]
-    return [item for item in mine if _names_file(item) or _known(item)] + list(overrides)
+    mine = [item for item in mine if _names_file(item) or _known(item)]
+    if "population" not in given and isinstance(settings.get("population"), int):  # which columns of members have
+        mine.append(f"population={settings['population']}")
+    return mine + list(overrides)
 
 
 def _with_experiment(overrides: Sequence[str]) -> list[str]:
@@ -188,8 +201,12 @@ def _register_experiment(path: Path) -> tuple[str, list[str]]:
     for entry in tree.pop("defaults", None) or []:
         key, value = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", entry)
         group = str(key).removeprefix("override /")
+        if entry == "_self_" or entry in choices("experiment"):
+            defaults.append(entry)
+            continue
         if key != f"override /{group}" or group not in GROUPS or group == "experiment":
-            raise ConfigError(f"experiment={path}: defaults has {entry}; write a choice as - override /algo: ppo.")
+            told = "write a choice as - override /algo: ppo, or name an experiment of `torchpod list experiments`."
+            raise ConfigError(f"experiment={path}: defaults has {entry}; {told}")
         if _names_file(f"{group}={value}"):
             classes.append(f"{group}={path.resolve().parent / str(value)}")
         elif _known(f"{group}={value}"):
@@ -231,7 +248,7 @@ def _in_place(overrides: Sequence[str]) -> Iterator[str]:
     """A mapping that is given takes the place of an experiment's, with which Hydra would merge it."""
     for item in overrides:
         name, _, value = item.partition("=")
-        if name in _MAPPINGS and value.startswith("{"):
+        if name in MAPPINGS and value.startswith("{"):
             yield f"{name}=null"
         yield item
 
@@ -240,7 +257,7 @@ def _expanded(override: str) -> list[str]:
     """The overrides that the file of `+autoscale=FILE` stands for; any other is itself."""
     if _key(override) != "autoscale":
         return [override]
-    path = Path(override.partition("=")[2])
+    path = Path(override.partition("=")[2].strip("'\""))
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

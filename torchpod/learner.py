@@ -361,7 +361,7 @@ class Learner:
         return list(each.expand(*state.healthy.shape, -1).unbind(-1))
 
     def _changed(self, metrics: Tensor, buffers: Variables) -> Variables:
-        """The buffers that the loss gave new values; as they were if no row counted or a gradient was not finite."""
+        """The buffers that the loss gave new values; as they were if no row counted, or what is new is not finite."""
         if not any(name.startswith(_SHARE) for name in self._metric_names):
             return {}
         columns = dict(zip((*self._metric_names, "healthy"), metrics.unbind(-1), strict=False))
@@ -369,8 +369,8 @@ class Learner:
         for name in buffers:
             if _SHARE + name in columns:
                 share = columns[_SHARE + name]
-                is_new = (share > 0) & (columns["healthy"] > 0)
                 new = (columns[_BUFFER + name] / share).to(buffers[name].dtype)
+                is_new = (share > 0) & (columns["healthy"] > 0) & new.isfinite()
                 found[name] = torch.where(is_new, new, buffers[name])
         return found
 
@@ -513,7 +513,7 @@ class Learner:
         """Clips and applies a summed gradient: Adam, schedules, targets, and the latch of the NaN guard."""
         c, sizes = self.config, [state.mu[group].numel() for group in self.groups.names]
         *gradients, of_loss = flat.split([*sizes, flat.numel() - sum(sizes)])
-        healthy = state.healthy & flat.isfinite().all()
+        healthy = state.healthy & flat[: sum(sizes)].isfinite().all()
         step = state.num_steps + 1
         remaining = self.remaining(state.num_steps) if c.anneal_learning_rate else 1.0
         columns = dict(zip(self._metric_names, of_loss[: len(self._metric_names)].unbind(), strict=True))

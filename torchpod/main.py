@@ -18,7 +18,7 @@ from torchpod import envs
 from torchpod.arguments import Parser
 from torchpod.checkpoint import CheckpointError
 from torchpod.compile import CompileError, RecompilationError
-from torchpod.compose import GROUPS, listed, load
+from torchpod.compose import GROUPS, MAPPINGS, listed, load
 from torchpod.config import ConfigError
 from torchpod.distributed import RankError, SplitError
 from torchpod.makers import check_arguments, find
@@ -251,7 +251,8 @@ def _warmup(rest: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run, as for torchpod train")
     overrides = parser.parse_intermixed_args(rest).overrides
     with tempfile.TemporaryDirectory(prefix="torchpod-warmup-") as folder:
-        config = load([*overrides, f"run_dir={folder}/run", "logger.console=false"])
+        silent = [f"logger.{sink}=false" for sink in ("console", "csv", "tensorboard", "wandb")]
+        config = load([*overrides, f"run_dir={folder}/run", *silent])
         if config.resume is not None:
             raise ConfigError(f"torchpod warmup is for runs that begin; leave out resume={config.resume}.")
         began = time.perf_counter()
@@ -386,7 +387,7 @@ def train(**settings: Any) -> Run:
 
 def _lines(key: str, value: Any) -> list[str]:
     """A setting from Python as overrides of the command line."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and key not in MAPPINGS:
         return [line for name, inner in value.items() for line in _lines(f"{key}.{name}", inner)]
     added = "+" if key.startswith("members.") else ""
     return [f"{added}{key}={value if key in GROUPS and isinstance(value, str | Path) else _written(value)}"]

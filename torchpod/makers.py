@@ -173,7 +173,18 @@ def make_agent(config: AlgoConfig, spec: EnvSpec, members: Mapping[str, Any] | N
                 "TORCHPOD_TRACEBACK=1 shows where."
             ) from error
 
+    if members:
+        _check_members(make, agent_class, spec, agent_config, members)
     return make
+
+
+def _check_members(
+    make: Callable[[], Agent], agent_class: Callable[..., Agent], spec: EnvSpec, config: Any, members: Mapping[str, Any]
+) -> None:
+    """Lets the constructor judge the settings of each member, for it knows which do not go together."""
+    vary = [name for name, _ in make().named_buffers() if name in members and hasattr(config, name)]
+    for values in dict.fromkeys(zip(*(members[name] for name in vary), strict=True)):
+        agent_class(spec, dataclasses.replace(config, **dict(zip(vary, values, strict=True))))
 
 
 def _checked(config: Any) -> dict[str, Any]:

@@ -415,6 +415,13 @@ def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "before"
 
 
+def test_an_installed_package_has_no_peers_to_measure_beside(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    for suite in ("multiagent", "report"):
+        with pytest.raises(ValueError, match="measures a checkout, and this is an installed package: clone the"):
+            bench.main([suite])
+
+
 def test_an_unknown_suite_is_refused():
     with pytest.raises(ConfigError, match=r"torchpod bench: .*'no-such-suite'.*anakin.*--help"):
         bench.main(["no-such-suite"])

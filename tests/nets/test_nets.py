@@ -11,7 +11,7 @@ from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.algos.r2d2 import R2D2, R2D2Config
 from torchpod.algos.sac import DiscreteSAC, SACConfig
 from torchpod.nets import GRUCell, LSTMCell, make_torso
-from torchpod.nets.nets import STATE, Encoder
+from torchpod.nets.nets import MLP, STATE, Encoder
 from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete, shape_of
 
 
@@ -137,3 +137,10 @@ def test_a_torso_is_for_the_one_thing_that_the_policy_sees():
     agent = PPO(EnvSpec("car", masked, Discrete(2)), PPOConfig(torso="nature"))
     assert agent.value_encoder is not None
     assert agent.encoder.is_image and not agent.value_encoder.is_image
+
+
+@pytest.mark.parametrize("sizes", [[0], [8, 0], [-3]])
+def test_a_layer_without_units_is_refused(sizes: list[int]):
+    with pytest.raises(ValueError, match=re.escape(f"hidden={sizes} must be at least 1 each.")):
+        MLP(3, sizes)
+    assert MLP(3, []).out_features == 3

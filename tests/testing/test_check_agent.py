@@ -142,7 +142,25 @@ class Reports(Small):
         return super().loss(batch, keys, target)._replace(buffers={"count": self.count + 1})
 
 
-@pytest.mark.parametrize("kind", [Small, Recurrent, Noisy, Reports])
+class Late(Small):
+    """Learns from the last step of each window alone, and says how urgent that is."""
+
+    replayed = 3
+
+    def prepare(self, trajectory, keys):
+        return Batch({name: x[2:] for name, x in super().prepare(trajectory, keys).steps.items()})
+
+    def loss(self, batch, keys, target):
+        return super().loss(batch, keys, target)._replace(priority=batch.steps["weight"])
+
+
+class Urges(Late):
+    """As `Late`, but that its priorities are those of steps."""
+
+    prepare = Small.prepare
+
+
+@pytest.mark.parametrize("kind", [Small, Recurrent, Noisy, Reports, Late])
 def test_agents_that_keep_the_contract_pass(kind):
     check_agent(kind(), Catch(rows=4, columns=3))
 
@@ -430,8 +448,9 @@ def coupled_gradient(agent, out, batch):
         ),
         (
             loss_with(lambda a, o, b: o._replace(priority=b.steps["weight"][:3])),
-            "LossOutput.priority must have one entry per row.",
+            "LossOutput.priority must have one entry per row, 256 here; it has the shape [3].",
         ),
+        (Urges, "LossOutput.priority must have one entry per window of replay, 240 here; it has the shape [720]."),
         (
             loss_with(lambda a, o, b: o._replace(loss={**o.loss, "actor": o.loss["actor"] + torch.rand(())})),
             "loss() must be a function of its arguments; two equal calls differ in",

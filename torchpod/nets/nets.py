@@ -41,9 +41,15 @@ def orthogonal(layer: Layer, gain: float = math.sqrt(2.0)) -> Layer:
 
 
 class MLP(nn.Sequential):
-    """Dense layers with an activation after each: `[..., in]` to `[..., sizes[-1]]`."""
+    """Dense layers with an activation after each: `[..., in]` to `[..., sizes[-1]]`.
+
+    Raises:
+      ValueError: if a layer would have no units.
+    """
 
     def __init__(self, in_features: int, sizes: Sequence[int], activation: str = "tanh") -> None:
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"hidden={list(sizes)} must be at least 1 each.")
         layers: list[nn.Module] = []
         for size in sizes:
             layers += [orthogonal(nn.Linear(in_features, size)), make_activation(activation)]

@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("torchpod", "FRAGMENT")
-_LIBRARY.define(
-    "discounted_sum(Tensor x, Tensor decay, bool reverse) -> Tensor", tags=(torch.Tag.needs_contiguous_strides,)
-)
+_LIBRARY.define("discounted_sum(Tensor x, Tensor decay) -> Tensor", tags=(torch.Tag.needs_contiguous_strides,))
 
 
-def discounted_sum(x_T: Tensor, decay_T: Tensor, *, reverse: bool = True) -> Tensor:
+def discounted_sum(x_T: Tensor, decay_T: Tensor) -> Tensor:
     """Solves `y_t = x_t + decay_t * y_{t+1}` with `y_T = 0`, along axis 0.
 
     Args:
       x_T: `[T, ...]` float.
       decay_T: `[T, ...]` float, same shape.
-      reverse: False solves `y_t = x_t + decay_t * y_{t-1}` with `y_{-1} = 0` instead.
 
     Returns:
       `[T, ...]`.
@@ -38,45 +35,42 @@ def discounted_sum(x_T: Tensor, decay_T: Tensor, *, reverse: bool = True) -> Ten
         )
     program = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     if program and x_T.is_cpu and x_T.dtype == decay_T.dtype and x_T.dtype in (torch.float32, torch.float64):
-        return torch.ops.torchpod.discounted_sum(x_T, decay_T, reverse)
-    return _doubled(x_T, decay_T, reverse)
+        return torch.ops.torchpod.discounted_sum(x_T, decay_T)
+    return _doubled(x_T, decay_T)
 
 
-def _doubled(x_T: Tensor, decay_T: Tensor, reverse: bool) -> Tensor:
+def _doubled(x_T: Tensor, decay_T: Tensor) -> Tensor:
     length, shift = x_T.shape[0], 1
     while shift < length:
-        x_T = x_T + decay_T * _shifted(x_T, shift, reverse)
-        decay_T = decay_T * _shifted(decay_T, shift, reverse)
+        x_T = x_T + decay_T * _shifted(x_T, shift)
+        decay_T = decay_T * _shifted(decay_T, shift)
         shift *= 2
     return x_T
 
 
-def _shifted(x: Tensor, shift: int, reverse: bool) -> Tensor:
-    zeros = torch.zeros_like(x[:shift])
-    return torch.cat([x[shift:], zeros]) if reverse else torch.cat([zeros, x[:-shift]])
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    return torch.cat([x[shift:], torch.zeros_like(x[:shift])])
 
 
-def _differentiated(x_T: Tensor, decay_T: Tensor, reverse: bool) -> Tensor:
+def _differentiated(x_T: Tensor, decay_T: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (x_T.requires_grad or decay_T.requires_grad):
-        return _doubled(x_T, decay_T, reverse)
+        return _doubled(x_T, decay_T)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.torchpod.discounted_sum(x_T, decay_T, reverse)
+        return torch.ops.torchpod.discounted_sum(x_T, decay_T)
 
 
-def _mapped(info: Any, in_dims: tuple[int | None, ...], x_T: Tensor, decay_T: Tensor, reverse: bool) -> Any:
+def _mapped(info: Any, in_dims: tuple[int | None, ...], x_T: Tensor, decay_T: Tensor) -> Any:
     """The mapped axis comes last."""
 
     def moved(x: Tensor, dim: int | None) -> Tensor:
         return x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
 
-    y = torch.ops.torchpod.discounted_sum(moved(x_T, in_dims[0]), moved(decay_T, in_dims[1]), reverse)
+    y = torch.ops.torchpod.discounted_sum(moved(x_T, in_dims[0]), moved(decay_T, in_dims[1]))
     return y, y.ndim - 1
 
 
 _LIBRARY.impl("discounted_sum", _differentiated, "Autograd")
-torch.library.register_fake(
-    "torchpod::discounted_sum", lambda x_T, decay_T, reverse: x_T.new_empty(x_T.shape), lib=_LIBRARY
-)
+torch.library.register_fake("torchpod::discounted_sum", lambda x_T, decay_T: x_T.new_empty(x_T.shape), lib=_LIBRARY)
 torch.library.register_vmap("torchpod::discounted_sum", _mapped, lib=_LIBRARY)
 
 

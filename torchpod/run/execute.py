@@ -89,7 +89,7 @@ def execute(
       config: what to do.
       env: an environment object instead of `config.env`.
       make: builds the agent, instead of `config.algo`.
-      until: iteration to stop at, as if it were the last; None for the whole run.
+      until: iteration to stop at, as if it were the last, without an evaluation on the host; None for the whole run.
 
     Raises:
       ConfigError, ValueError: if the settings cannot work.
@@ -192,7 +192,9 @@ def _start(job: _Job, loop: Anakin | Sebulba) -> _Beginning | Run:
             unused = [key for key in config.given if key.split(".")[0] in ("evaluation", "logger", "checkpoint")]
             told = f" {', '.join(unused)} had no effect; torchpod eval {source} evaluates it anew." if unused else ""
             print(f"{source} is finished; to go on, give more than total_env_steps={iteration * steps:_}.{told}")
-        return Run(source, summary, loop.agent, loop.learner.acting(state.learner, state.iteration))
+        return Run(
+            source, summary if ranks.rank == 0 else {}, loop.agent, loop.learner.acting(state.learner, state.iteration)
+        )
     if isinstance(loop, Sebulba):
         state = loop.resume(state, first)
         if not loop.restartable and ranks.rank == 0:
@@ -257,7 +259,8 @@ def _go_on(
         ready()
         training.run(until)
     variables = loop.learner.acting(training.state.learner, training.state.iteration)
-    summary = _conclude(job, loop.agent, variables, training, judge, keeper) if ranks.rank == 0 else {}
+    concludes = ranks.rank == 0 and (until is None or env.traits.pure)
+    summary = _conclude(job, loop.agent, variables, training, judge, keeper) if concludes else {}
     return Run(run_dir, summary, loop.agent, variables)
 
 

@@ -64,6 +64,12 @@ def resume_source(config: TrainConfig) -> Path | None:
     folders = [folder for folder in folders if checkpoint.all_of(folder)]
     if config.resume is None and config.run_dir is None:  # restarted: only what this job has written
         job = os.environ.get(JOB)
+        if job in (None, "none"):  # torchrun's default for static rendezvous, which every other job has too
+            if os.environ.get("RANK", "0") == "0":
+                print(
+                    "The job was restarted and begins anew: torchrun gave it no id, with --rdzv-id=ID it would go on."
+                )
+            return None
         folders = [folder for folder in folders if checkpoint.read_meta(checkpoint.latest(folder)).get("job") == job]
     return folders[0] if folders else None
 
@@ -79,7 +85,9 @@ def resumed_config(config: TrainConfig, source: Path) -> TrainConfig:
     names |= {group: f"{group}.name" for group in ("algo", "env", "loop")}
     for key in config.given:
         *path, name = names.get(key, key).split(".")
-        old, new = (functools.reduce(lambda d, k: d.get(k, {}), path, tree) for tree in (settings, given))
+        if path[:1] == ["members"]:  # whose names may have dots
+            path, name = ["members"], key.removeprefix("members.")
+        old, new = (functools.reduce(lambda d, k: d.get(k) or {}, path, tree) for tree in (settings, given))
         moved = key in ("algo", "env") and _moved(str(old.get(name)), str(new.get(name)))
         if moved and Path(str(old[name])).name != Path(str(new[name])).name and os.environ.get("RANK", "0") == "0":
             print(f"{key}={new[name]} is taken for {old[name]}, which is not there any more.")

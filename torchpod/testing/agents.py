@@ -118,7 +118,8 @@ def check_agent(
             gradients |= torch.func.grad(lambda p, g=group: loss(own | p, batch, keys)[0][g])(part)
         return gradients
 
-    _check_loss(agent, groups, params, buffers, minibatch, keys[0], loss)
+    num_priorities = (keys if agent.replayed else minibatch.steps["weight"]).shape[0]
+    _check_loss(agent, groups, params, buffers, minibatch, num_priorities, keys[0], loss)
     _check_weights(agent, params, minibatch, keys, loss, gradient)
     if quick:
         return
@@ -347,8 +348,8 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
         isinstance(batch.steps, dict) and "weight" in batch.steps,
         "Batch.steps must be a dict that holds `weight`: how much each row counts.",
     )
-    length, size = trajectory.timestep.step_type.shape[0] - 1, keys.shape[0]
-    weight = batch.steps["weight"]
+    num_steps, size = trajectory.timestep.step_type.shape[0] - 1, keys.shape[0]
+    length, weight = num_steps, batch.steps["weight"]
     if agent.replayed and weight.ndim == 2 and 0 < weight.shape[0] <= length + 1:
         length = weight.shape[0]  # a window may make fewer rows than it has steps, or keep its last timestep
     require_tensor(weight, (length, size), torch.float32, keys.device, "Batch.steps['weight']")
@@ -360,6 +361,7 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
     if agent.reuse_forward:
         _check_forward(trajectory.output.extras.get("forward", ()), batch.steps.get("forward", ()))
     reset = trajectory.timestep.step_type[:length] == LAST
+    reset &= length >= num_steps  # of fewer rows nobody but the agent knows which steps they are
     for name in weights_of(batch.steps):
         x = batch.steps[name]
         require((x >= 0).all() and x.isfinite().all(), f"Batch.steps[{name!r}] must be at least 0, and finite.")
@@ -435,6 +437,7 @@ def _check_loss(
     params: Variables,
     buffers: Variables,
     batch: Batch,
+    num_priorities: int,
     key: Tensor,
     loss: Callable,
 ) -> None:
@@ -451,8 +454,11 @@ def _check_loss(
         require(name not in _OF_THE_RUN, f"metric {name!r} is a number of the run's own; give it another name.")
         require(isinstance(value, Tensor) and value.shape == (), f"metric {name!r} must be a scalar tensor.")
     if out.priority is not None:
+        what = "window of replay" if agent.replayed else "row"
         require(
-            out.priority.shape[0] == batch.steps["weight"].shape[-1], "LossOutput.priority must have one entry per row."
+            out.priority.shape == (num_priorities,),
+            f"LossOutput.priority must have one entry per {what}, {num_priorities} here; it has the shape "
+            f"{list(out.priority.shape)}.",
         )
         require(
             (out.priority >= 0).all() and out.priority.isfinite().all(),
