@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod import random
 from torchpod.actions import mask_by_choice, mask_of
-from torchpod.env import Env, TensorEnv, where
+from torchpod.env import Env, TensorEnv, is_begun, where
 from torchpod.envs.arguments import at_least, number
 from torchpod.ops.features import one_hot
 from torchpod.specs import Array, Box, Discrete, EnvSpec, MultiDiscrete, SpecTree, features, width
@@ -219,11 +219,20 @@ class Flatten(Transform):
 
     Bytes are scaled to [0, 1], and a Discrete is zeros with a single 1. An `action_mask` stays beside it: then the
     observation is `{"observation": ..., "action_mask": ...}`. Groups of agents stay apart.
+
+    Raises:
+      ValueError: for an `action_mask` in a dict in the observation.
     """
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         spec = env.spec.observation
+        for own in [spec] if env.spec.groups is None else spec.values():
+            if (place := _nested_mask(own)) is not None:
+                raise ValueError(
+                    f"flatten found an action_mask in the part {place!r} of what {env.spec.name} observes, where it "
+                    f"forbids nothing; put it beside {place!r}, or give it another name if it is no mask."
+                )
         flat = self._flat_spec(spec) if env.spec.groups is None else {g: self._flat_spec(s) for g, s in spec.items()}
         self.spec = dataclasses.replace(env.spec, observation=flat)
 
@@ -317,13 +326,15 @@ def send(env: Any, action: Tree, keys: Tensor) -> None:
         env.send(action)
 
 
-def innermost(env: Env, state: Tree) -> tuple[Env, Tree]:
-    """What a tensor environment is inside of its transforms, and the state that its author knows."""
+def innermost(env: Env, state: Tree) -> tuple[Env, Tree, bool]:
+    """What a tensor environment is inside of its transforms, its own state, and whether that is as `reset` returns it.
+
+    It is not where an environment's own `init` adds something to what `TensorEnv.begin` makes.
+    """
     while isinstance(env, Transform):
         env, (state, _) = env.env, state
-    if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step:
-        state, _, _ = state
-    return env, state
+    as_reset = is_begun(env, state)
+    return env, state[0] if as_reset else state, as_reset
 
 
 def time_limit(env: Env, max_episode_steps: int) -> Env:
@@ -391,6 +402,13 @@ def _has_mask(spec: EnvSpec) -> bool:
     return any(isinstance(seen, dict) and ACTION_MASK in seen for seen in owners)
 
 
+def _nested_mask(spec: SpecTree) -> str | None:
+    """The part of an observation in which a mask is, however deep; None if there is none, or only one beside all."""
+    parts = spec.items() if isinstance(spec, dict) else ()
+    inside = (k for k, s in parts if isinstance(s, dict) and (ACTION_MASK in s or _nested_mask(s) is not None))
+    return next(inside, None)
+
+
 def _refuse_masks(env: Env) -> None:
     if _has_mask(env.spec):
         raise ValueError(
@@ -419,7 +437,7 @@ def _one_hot_spec(spec: Any) -> Any:
 
 
 def _entries(tree: Tree, name: str = "") -> list[tuple[str, Any]]:
-    """Leaves of an observation or its spec in the order of their names, without masks."""
+    """Leaves of an observation or its spec in the order of their names, without the mask."""
     if not isinstance(tree, dict):
         return [(name, tree)]
     return [entry for k in sorted(tree) if k != ACTION_MASK for entry in _entries(tree[k], k)]

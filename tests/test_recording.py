@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.render.boat import Boat
 from tests.test_evaluate import Fours, Lives, make
 from torchpod import random
 from torchpod.agent import bind, variables_of
@@ -115,6 +116,15 @@ def test_an_episode_of_one_agent_is_recorded_behind_its_transforms(seed):
     ):
         np.testing.assert_array_equal(arrays["observation"][i], timestep.observation[0])
         np.testing.assert_array_equal(arrays["state"][i], state[0])
+
+
+def test_an_environment_that_overrides_step_is_recorded_by_the_state_of_its_reset(seed):
+    env = RewardClip(Boat())
+    agent, variables = make(env, seed)
+    arrays = arrays_of(env, record_episode(agent, env, variables, random.key(seed), num_episodes=1))
+    assert {name for name in arrays if name.startswith("state")} == {"state/current", "state/place"}
+    for name in ("current", "place"):
+        np.testing.assert_array_equal(arrays[f"state/{name}"], arrays[f"observation/{name}"])
 
 
 def test_a_host_environment_is_recorded_without_its_state(seed):

@@ -110,6 +110,16 @@ class TensorEnv:
         return (inner, count, timestep.step_type == LAST), timestep
 
 
+def is_begun(env: Env, state: Tree) -> bool:
+    """Whether a state is `(what reset returned, count, was_last)`, as `TensorEnv.begin` makes it and overrides keep it.
+
+    It looks at the state: which methods are overridden says nothing about what they add to it.
+    """
+    if not isinstance(env, TensorEnv) or type(state) is not tuple or len(state) != 3:
+        return False
+    return [getattr(x, "dtype", None) for x in state[1:]] == [torch.int32, torch.bool]
+
+
 def make_timestep(
     observation: Tree,
     reward: Tree,

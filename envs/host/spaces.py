@@ -83,9 +83,21 @@ def spec_of(space: Any, where: str) -> SpecTree:
         return Discrete(int(space.start + space.n)) if 0 <= space.start <= space.n else Array(())
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
-        channels_first = len(space.shape) == 3 and dtype == torch.uint8 and space.shape[0] < min(space.shape[1:])
-        return Array((*space.shape[1:], space.shape[0]) if channels_first else space.shape, dtype)
+        return numbers(space.shape, dtype)
     raise ValueError(f"{where} is {space}; use Box, Discrete, MultiBinary, or Dict and Tuple of these.")
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+    """The spec of an observed tensor; bytes whose first of three axes is the shortest are an image `[C, H, W]`."""
+    channels_first = len(shape) == 3 and dtype == torch.uint8 and shape[0] < min(shape[1:])
+    return Array((*shape[1:], shape[0]) if channels_first else shape, dtype)
+
+
+def channels_last(tensor: Tensor, spec: Any) -> Tensor:
+    """`[B, *spec.shape]`, a view of an image that came as `[B, C, H, W]`."""
+    channels_first = tensor.shape[1:] != spec.shape and tensor.shape[1:] == (spec.shape[-1], *spec.shape[:-1])
+    # Moving them costs many times what a copy does, which a device does better.
+    return tensor.movedim(1, -1) if channels_first else tensor
 
 
 def masked(observation: SpecTree, action: Box | Discrete | MultiDiscrete, where: str) -> SpecTree:
@@ -132,9 +144,7 @@ def to_tensors(observation: Any, spec: SpecTree) -> Tree:
         if low < 0 or high >= spec.num_values:
             came, last = low if low < 0 else high, spec.num_values - 1
             raise ValueError(f"an observation is {came}, and its space is 0 to {last}; make them agree.")
-    channels_first = tensor.shape[1:] != spec.shape and tensor.shape[1:] == (spec.shape[-1], *spec.shape[:-1])
-    # Moving them costs many times what a copy does, which a device does better.
-    return tensor.movedim(1, -1) if channels_first else tensor
+    return channels_last(tensor, spec)
 
 
 def misfit(observation: Any, space: Any) -> str | None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchpod import random
 from torchpod.envs.arguments import needs_nothing
-from torchpod.envs.host.spaces import masked, opened
+from torchpod.envs.host.spaces import channels_last, masked, numbers, opened
 from torchpod.envs.host.timesteps import host_timestep
-from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, SpecTree
+from torchpod.specs import HOST, Box, Discrete, EnvSpec, SpecTree
 from torchpod.types import ACTION_MASK, TimeStep, Tree
 
 
@@ -21,9 +21,10 @@ class TorchRL:
 
     Where an episode is over, the next step resets it instead, and is its `FIRST`; the others step meanwhile. The keys
     of `init` seed the environments, once; the keys of `step` are not used. An observation of one entry is that tensor,
-    of more a dict by their names. One-hot actions become Discrete; float actions are clipped to their bounds, and where
-    those differ from entry to entry, the spec says [-1, 1] and actions are scaled. An `action_mask` beside other
-    entries, of any numbers, says which actions are allowed: one entry per value. It may be nested, as in `to_torchrl`.
+    of more a dict by their names. Images of bytes `[C, H, W]` become `[H, W, C]`, as everywhere; floats stay. One-hot
+    actions become Discrete; float actions are clipped to their bounds, and where those differ from entry to entry, the
+    spec says [-1, 1] and actions are scaled. An `action_mask` beside other entries, of any numbers, says which actions
+    are allowed: one entry per value. It may be nested, as in `to_torchrl`.
 
     Args:
       make: a function that returns an EnvBase of batch size `[]`, of which there will be one per row, or `[n]`, of
@@ -121,7 +122,8 @@ class TorchRL:
     def _timestep(self, observations: Any, *outcome: np.ndarray) -> TimeStep:
         specs = self.spec.observation if isinstance(self.spec.observation, dict) else {"": self.spec.observation}
         columns = zip(*observations, strict=True)
-        named = {name: torch.cat(x).to(specs[name].dtype) for name, x in zip(specs, columns, strict=True)}
+        pairs = zip(specs.items(), columns, strict=True)
+        named = {name: channels_last(torch.cat(x).to(spec.dtype), spec) for (name, spec), x in pairs}
         timestep, self._was_last = host_timestep(named if "" not in specs else named[""], self._was_last, *outcome)
         if ACTION_MASK in named:
             named[ACTION_MASK], stuck = opened(named[ACTION_MASK], self.spec.action, ~self._was_last)
@@ -238,7 +240,7 @@ def _spec_of(leaf: Any, env: Any, name: str) -> SpecTree:
         )
     if isinstance(leaf, Categorical) and not shape and dtype != torch.bool:
         return Discrete(int(leaf.space.n))
-    return Array(shape, dtype if dtype in (torch.uint8, torch.bool) else torch.float32)
+    return numbers(shape, dtype if dtype in (torch.uint8, torch.bool) else torch.float32)
 
 
 def _action_of(env: Any, name: str) -> tuple[Box | Discrete, Callable[[Tensor], Tensor]]:

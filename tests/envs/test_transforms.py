@@ -338,6 +338,22 @@ def test_a_flat_observation_holds_everything_but_the_mask(seed):
         assert torch.equal(row[:, 2:].argmax(-1), plain.observation["step"]) and (row[:, 2:].sum(-1) == 1).all()
 
 
+def test_a_mask_in_a_dict_of_an_observation_is_not_left_out_of_a_flat_one_without_a_word():
+    class Inside(Diary):
+        def __init__(self, groups):
+            super().__init__()
+            own = {"fuel": Array((1,)), "board": {"deep": self.spec.observation}}
+            if groups is not None:
+                own = {"cat": Array((1,)), "sheep": own | {"action_mask": Array((5,), torch.bool)}}
+            self.spec = dataclasses.replace(self.spec, observation=own, groups=groups)
+
+    for groups in (None, {"cat": 1, "sheep": 2}):
+        with pytest.raises(
+            ValueError, match="an action_mask in the part 'board' of what diary observes, where it forb"
+        ):
+            Flatten(Inside(groups))
+
+
 def test_repeating_an_action_is_taking_it_several_times(seed):
     """Step by step in single environments, until the episode ends."""
     env, keys = Diary(masked=False), random.split(random.key(seed), B)

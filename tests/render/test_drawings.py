@@ -6,7 +6,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
+from tests.render.boat import Boat
+from tests.test_evaluate import Lives
 from torchpod import random
 from torchpod.actions import random_action
 from torchpod.env import TensorEnv
@@ -14,6 +17,7 @@ from torchpod.envs import MAKERS, BernoulliBandit, CartPole, Catch, DelayedChain
 from torchpod.envs.transforms import FrameStack, RewardClip
 from torchpod.render import DRAWINGS, Canvas, Drawing, describe, drawing_of, frame_size, render
 from torchpod.render.canvas import BLUE, GREEN, RED, mix
+from torchpod.render.cells import _numbers, _unit
 from torchpod.render.drawings import DEFAULT
 from torchpod.specs import Array, Box, Discrete, EnvSpec
 
@@ -158,6 +162,35 @@ def test_other_observations_become_bars_or_cells(spec, observation):
     assert frame.shape[:2] == frame_size(env) and BLUE in colours(frame)
 
 
+BROKEN = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("spec", "observation"),
+    [
+        (Box((3,), 0.0, 0.0), torch.zeros(3)),
+        (Box((300,), 0.0, 0.0), torch.zeros(300)),
+        (Box((4, 4, 1), 2.0, 2.0), torch.full((4, 4, 1), 2.0)),
+        (Box((4, 4, 1), -math.inf, 0.0), torch.zeros(4, 4, 1)),
+        (Box((3,), -1.0, 1.0), torch.full((3,), math.nan)),
+        (Array((3, 3, 1)), torch.full((3, 3, 1), math.inf)),
+        (Array((3, 3, 1)), torch.full((3, 3, 1), math.nan)),
+        (Array((300,)), BROKEN.repeat(75)),
+    ],
+)
+def test_constants_and_numbers_that_are_none_are_drawn(spec, observation):
+    assert first_frame(Own(spec, observation)).shape[:2] == frame_size(Own(spec, observation))
+
+
+def test_infinity_is_as_long_as_can_be_and_nan_is_nothing():
+    assert [row[2] for row in _numbers("", Array((4,)), BROKEN)] == [0.0, 1.0, -1.0, 0.5]
+    assert [row[2] for row in _numbers("", Box((4,), -2.0, 2.0), BROKEN)] == [0.0, 1.0, -1.0, 0.5]
+    image = BROKEN[:, None, None]
+    assert _unit(image, Array((4, 1, 1))).flatten().tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert _unit(2 * image, Box((4, 1, 1), -1.0, 3.0)).flatten().tolist() == [0.0, 1.0, 0.0, 0.75]
+
+
 def test_a_drawing_of_ones_own_is_used_for_subclasses_too(monkeypatch):
     class Derived(Own):
         pass
@@ -180,6 +213,42 @@ def test_transforms_are_looked_through(make):
         assert np.array_equal(render(inside, wrapped, shown), render(env, state, timestep))
         action, keys = torch.tensor([i % 2]), random.key(i)[None]
         (state, timestep), (wrapped, shown) = env.step(state, action, keys), inside.step(wrapped, action, keys)
+
+
+class Detour(GridWorld):
+    """Overrides both, `init` by way of `GridWorld`."""
+
+    def step(self, state, action, keys):
+        return super().step(state, action, keys)
+
+
+@pytest.mark.parametrize("make", [Boat, Detour])
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: FrameStack(RewardClip(env), 3)])
+@pytest.mark.parametrize("looks_back", [False, True])
+def test_an_environment_that_overrides_step_is_drawn_by_the_state_of_its_reset(make, wrap, looks_back, monkeypatch):
+    plain, env, drawn, keys = make(), wrap(make()), [], random.key(0)[None]
+
+    def draw(canvas, env, state, observation):
+        drawn.append((state, observation))
+
+    monkeypatch.setitem(DRAWINGS, make, Drawing(draw, history=looks_back))
+    (state, _), (wrapped, shown) = plain.init(keys), env.init(keys)
+    for i in range(1, 4):
+        action = random_action(plain.spec, None, random.at(keys, i))
+        (state, _), (wrapped, shown) = plain.step(state, action, keys), env.step(wrapped, action, keys)
+    render(env, wrapped, shown)
+    expected = pytree.tree_map(lambda x: x if looks_back else x[0], state[0]), plain.observe(state[0])
+    found = drawn[0][0], pytree.tree_map(lambda x: x[None], drawn[0][1])
+    assert pytree.tree_structure(found) == pytree.tree_structure(expected)
+    assert all(map(torch.equal, pytree.tree_leaves(found), pytree.tree_leaves(expected)))
+
+
+def test_an_environment_that_adds_to_its_state_in_init_is_drawn_by_all_of_it(monkeypatch):
+    drawn = []
+    monkeypatch.setitem(DRAWINGS, Lives, Drawing(lambda canvas, env, state, observation: drawn.append(state)))
+    first_frame(Lives())
+    ((inner, count, was_last), life), *_ = drawn
+    assert set(inner) == {"left", "prize"} and count.shape == was_last.shape == life.shape == ()
 
 
 def test_a_drawing_that_takes_other_arguments_is_named(monkeypatch):

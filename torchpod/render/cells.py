@@ -1,5 +1,6 @@
 """Boards of cells, and what environments without a drawing of their own get: `default`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -164,23 +165,26 @@ def _draw_colours(canvas: Canvas, values: NDArray[np.floating]) -> None:
 
 
 def _unit(leaf: Tensor, spec: SpecTree) -> NDArray[np.floating]:
-    """The values moved into [0, 1]: by the bounds of the spec if it has some, else by those of the values."""
+    """The values moved into [0, 1], NaN to 0: by the bounds of the spec if it has some, else by those of the values."""
     x = leaf.double().numpy()
     if leaf.dtype == torch.uint8:
         return x / 255
     low, high = (spec.low, spec.high) if isinstance(spec, Box) else (-np.inf, np.inf)
-    low, high = (min(x.min(), 0.0) if np.isinf(low) else low), (max(x.max(), 1.0) if np.isinf(high) else high)
-    return ((x - low) / (high - low)).clip(0, 1)
+    finite = x[np.isfinite(x)]
+    low = finite.min(initial=min(0.0, high)) if np.isinf(low) else low
+    high = finite.max(initial=max(1.0, low)) if np.isinf(high) else high
+    return np.nan_to_num((x - low) / (high - low or 1.0)).clip(0, 1)
 
 
 def _numbers(name: str, spec: SpecTree, leaf: Any) -> Any:
-    """(name, number, length of its bar) of every entry of an observation."""
+    """(name, number, length of its bar) of every entry of an observation; NaN has no bar."""
     if isinstance(leaf, dict):
         for key, value in leaf.items():
             yield from _numbers(f"{name}{key} ", spec[key] if isinstance(spec, dict) else None, value)
         return
     limit = max(abs(spec.low), abs(spec.high)) if isinstance(spec, Box) else np.inf
-    for i, number in enumerate(leaf.flatten().tolist()):
+    for i, number in enumerate(leaf.double().flatten().tolist()):
         # Without a bound large numbers are squeezed, so that every bar ends within the frame.
-        length = float(number) / limit if np.isfinite(limit) else float(number) / (1 + abs(number))
-        yield f"{name}{i}", float(number), max(-1.0, min(1.0, length))
+        squeezed = math.copysign(1 - 1 / (1 + abs(number)), number)
+        length = number / (limit or 1.0) if math.isfinite(limit) else squeezed
+        yield f"{name}{i}", number, 0.0 if math.isnan(number) else max(-1.0, min(1.0, length))

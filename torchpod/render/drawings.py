@@ -10,7 +10,7 @@ Give your own environment a drawing where you define it:
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,10 +110,9 @@ def render(
       ImportError: if Pillow is not installed.
       ValueError: if the drawing does not take what it is given.
     """
-    drawing, (inner, own) = drawing_of(env), innermost(env, state)  # draws what is there, not what is made of it
-    seen = timestep.observation
-    if isinstance(inner, TensorEnv) and type(inner).step is TensorEnv.step:
-        seen = inner.observe(own)
+    drawing, (inner, own, as_reset) = drawing_of(env), innermost(env, state)
+    # Draws what is there, not what transforms make of it.
+    seen = cast(TensorEnv, inner).observe(own) if as_reset else timestep.observation
     if drawing.history:
         own = pytree.tree_map(lambda x: x[None], own) if history is None else innermost(env, history)[1]
     own = pytree.tree_map(lambda x: (x[:, row] if drawing.history else x[row]).detach().cpu(), own)

@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.actions import random_action
 from torchpod.compile import CompileError, Compiler, RecompilationError
-from torchpod.env import Env, TensorEnv
+from torchpod.env import Env, is_begun
 from torchpod.graph import Replay
 from torchpod.specs import EnvSpec
 from torchpod.testing.contract import ContractError, named_leaves, require_no_reading
@@ -330,4 +330,4 @@ def _place(spec: EnvSpec, index: tuple[int, ...]) -> str:
 
 def _inner(env: Env, state: Tree) -> Tree:
     """What `reset` returned, of environments that write that."""
-    return state[0] if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step else state
+    return state[0] if is_begun(env, state) else state

@@ -18,6 +18,7 @@ from torchpod.config import ConfigError
 from torchpod.env import TensorEnv
 from torchpod.envs import Catch
 from torchpod.envs.host.torchrl import TorchRL
+from torchpod.envs.transforms import FrameStack
 from torchpod.interop.env_base import to_torchrl
 from torchpod.makers import make_env
 from torchpod.run.execute import execute
@@ -135,6 +136,75 @@ def test_there_and_back_is_the_environment_itself():
         state, timestep = wrapped.step(state, torch.tensor([0, 1, 2, 1]), keys(4))
         assert timestep.step_type.tolist() == [(FIRST if t % 10 == 0 else LAST if t % 10 == 9 else MID)] * 4
         assert (timestep.observation.sum((1, 2, 3)) <= 2).all()  # the ball and the paddle
+
+
+class Pixels(Count):
+    """Shows its count in an image `[3, 4, 5]`, and another in whatever form it is told."""
+
+    def __init__(self, num_envs=None, shape=(3, 4, 5), dtype=torch.uint8):
+        super().__init__(num_envs)
+        seen = {"image": Unbounded((*self.batch_size, *shape), dtype=dtype)}
+        self.observation_spec = Composite(seen, shape=self.batch_size)
+
+    def seen(self, tensordict):
+        leaf = self.observation_spec["image"]
+        ramp = torch.arange(leaf.shape[len(self.batch_size) :].numel()).reshape(leaf.shape[len(self.batch_size) :])
+        image = ramp + self.where.floor().reshape(*self.batch_size, *[1] * ramp.ndim)
+        return tensordict.exclude("observation").set("image", image.to(leaf.dtype))
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self.seen(super()._reset(tensordict, **kwargs))
+
+    def _step(self, tensordict):
+        return self.seen(super()._step(tensordict))
+
+
+@pytest.mark.parametrize(
+    "make", [Pixels, lambda: Pixels(2), lambda: TransformedEnv(Pixels(), StepCounter())], ids=["one", "two", "dict"]
+)
+def test_images_of_bytes_have_their_channels_last_as_everywhere(make):
+    def image(x):
+        return x["image"] if isinstance(x, dict) else x
+
+    env = TorchRL(make)
+    assert image(env.spec.observation) == Array((4, 5, 3), torch.uint8)
+    check_env(env)
+    _, timestep = env.init(keys(2))
+    for i in range(3):
+        expected = (torch.arange(60).reshape(3, 4, 5) + i).movedim(0, -1).to(torch.uint8)
+        assert all(torch.equal(row, expected) for row in image(timestep.observation))
+        _, timestep = env.step(None, torch.ones(2, dtype=torch.int64), keys(2))
+    stacked = FrameStack(env, 2)
+    assert image(stacked.spec.observation).shape == image(stacked.init(keys(2))[1].observation).shape[1:] == (4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 5, 3), torch.uint8), ((3, 4, 5), torch.float32), ((3, 4), torch.uint8)]
+)
+def test_other_tensors_keep_their_axes(shape, dtype):
+    env = TorchRL(functools.partial(Pixels, shape=shape, dtype=dtype))
+    assert env.spec.observation == Array(shape, dtype)
+    _, timestep = env.init(keys(2))
+    assert torch.equal(timestep.observation[1], torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype))
+
+
+def test_images_of_ours_come_back_as_they_were():
+    """There and back, bytes `[H, W, C]` are not turned."""
+
+    class Lawn(TensorEnv):
+        spec = EnvSpec("lawn", Array((6, 5, 2), torch.uint8), Discrete(2), 5)
+
+        def reset(self, keys):
+            return random.bits(keys, 60).reshape(-1, 6, 5, 2) % 256
+
+        def observe(self, state):
+            return state.to(torch.uint8)
+
+    there = to_torchrl(Lawn(), 3)
+    back = TorchRL(lambda num_envs=1: there)
+    assert back.spec.observation == Lawn.spec.observation
+    _, timestep = back.init(keys(3))
+    assert torch.equal(timestep.observation, there._seen["observation"])
 
 
 def test_several_entries_are_a_dict_and_bounds_are_scaled():
