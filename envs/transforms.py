@@ -361,7 +361,7 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 
 
 def action_repeat(env: Env, num: int = 4) -> Env:
-    """`ActionRepeat` for tensor environments; EnvPool and Gymnasium repeat in the environments themselves.
+    """`ActionRepeat` for tensor environments; those on the host repeat in the environments themselves, or not at all.
 
     Raises:
       ValueError: for a host environment that cannot, and for any with an action mask.

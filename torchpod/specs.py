@@ -89,7 +89,8 @@ class MultiDiscrete:
 class Traits:
     """What an environment can do; the loops choose their path by it.
 
-    A tensor environment has all four; one that calls a foreign kernel has some; a host environment none.
+    A tensor environment has all but `differentiable`, which it claims where it holds; one that calls a foreign kernel
+    may have fewer, a host environment none.
     """
 
     pure: bool = True

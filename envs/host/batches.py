@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils import _pytree as pytree
 
-_TOLD = ("reward", "terminated")
+_TOLD = ("reward", "steps_left", "terminated")
 """What a step says in its `info` that anybody here reads."""
 _PARTS = 4
 """In which a batch comes, or fewer: the last with the first environments of the next batch. If a batch came in one, it

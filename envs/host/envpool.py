@@ -36,6 +36,10 @@ _CRASHING = ("Cig-v1", "MultiDuel-v1")
 """Games of several players of ViZDoom's, with which EnvPool (1.2.5) ends the process as they are made."""
 PLAYER = "player"
 """The group of those who play in one environment."""
+_NO_LIMIT = 2**31 - 1
+"""`max_episode_steps` of EnvPool for never."""
+_ENDLESS = ("Game2048-v1", "LaneKeeping-v0", "lane-keeping-v0")
+"""Tasks that go on at the limit that EnvPool has for them: it only calls a true end truncated that comes so late."""
 _RENDERING = {"from_pixels", "render_mode", "render_env_id", "render_width", "render_height", "render_camera_id"}
 
 
@@ -65,7 +69,8 @@ class EnvPool:
 
     Raises:
       ImportError: if envpool, or a system library that these environments need, is not installed.
-      ValueError: for an unknown name or option, or a space that no agent here could read or act in.
+      ValueError: for an unknown name or option, a space that no agent here could read or act in, or
+        `max_episode_steps` where EnvPool does not look at it.
     """
 
     traits = HOST
@@ -82,11 +87,12 @@ class EnvPool:
         # With 0 of the first EnvPool takes the process down, and with 0 of the second every episode has one step.
         at_least(1, **{name: options[name] for name in ("noop_max", "max_episode_steps") if name in options})
         self._options = {"num_threads": num_threads, **options}
+        self._native = _with_limit_of_envpool(task, self._options)
         self.num_threads = num_threads
         self._num_batches = 1
         self.batches: list[Batch] = []
         with _making(task, options):
-            spec = _envpool().make_spec(task, **options)
+            spec = _envpool().make_spec(task, **self._native)
             observation_space, action_space = spec.observation_space, spec.action_space
         self._translated = _Translated(task, spec, observation_space, action_space)
         self.spec = self._translated.spec
@@ -99,7 +105,7 @@ class EnvPool:
             raise ValueError(f"{self.spec.name}: {num_envs} environments are not {num} batches; use a multiple.")
         self.close()
         seeds = (random.bits(keys, 1)[:, 0] >> 1).tolist()  # EnvPool takes int32
-        options = self._options | {"num_threads": self.num_threads * num}
+        options = self._native | {"num_threads": self.num_threads * num}
         if num > 1:
             options["batch_size"] = handed_over(num_envs // num)
         with _making(self.spec.name, {}):
@@ -160,10 +166,13 @@ class EnvPool:
         return EnvPool(self.spec.name, **{**self._options, "max_episode_steps": max_episode_steps})
 
     def repeated(self, num: int) -> "EnvPool":
-        """See `torchpod.envs.transforms.action_repeat`: `frame_skip` where EnvPool has it, times `num`."""
+        """See `torchpod.envs.transforms.action_repeat`: `num` times `frame_skip`, whose rewards only Atari adds up."""
+        if _family(self.spec.name) != "atari":
+            raise ValueError(
+                f"EnvPool adds up rewards of a repeated action in Atari alone, not in {self.spec.name}; leave out "
+                "action_repeat, or use env=gymnasium or an environment of tensors."
+            )
         config = _envpool().make_spec(self.spec.name, **self._options).config
-        if "frame_skip" not in config._fields:
-            raise ValueError(f"{self.spec.name} has no frame_skip in EnvPool, so that its actions cannot be repeated.")
         options = {**self._options, "frame_skip": num * config.frame_skip}
         if (limit := self.spec.max_episode_steps) is not None:  # EnvPool counts decisions
             options["max_episode_steps"] = -(-limit // num)
@@ -234,8 +243,7 @@ class _Translated:
                 wrong = f"action_mask is {list(mask)}, which does not fit {action}"
                 raise ValueError(f"{task}: {wrong}; choose another environment.")
             observation[ACTION_MASK] = Array((choices,), torch.bool)
-        limit = config.max_episode_steps if 0 < config.max_episode_steps < 2**31 - 1 else None
-        self.spec = EnvSpec(task, observation, action, limit, truncates_early=True)
+        self.spec = EnvSpec(task, observation, action, _limit(task, config), truncates_early=True)
         self.players: _Players | None = None
         if config.max_num_players > 1:
             self.players = _Players(self.spec, config.max_num_players, "info:current_player" in spec.state_array_spec)
@@ -272,6 +280,8 @@ class _Translated:
             over = info["terminated"] != 0
             game_over = truncated | over if self._episodic_life else None
             terminated = terminated | over
+        if "steps_left" in info:  # gfootball is late, and EnvPool calls an end in the step before truncated too
+            terminated = terminated | (truncated & (info["steps_left"] > 0))
         seen = self._observed(observation)
         return host_timestep(seen, reset, reward, terminated, truncated, info.get("reward"), game_over)
 
@@ -338,6 +348,49 @@ def _one_row_per_choice(mask: tuple[int, ...], space: Any) -> bool:
     """Whether a mask `[N, A]` is of N integers below A; otherwise it has an entry for each combination of them."""
     bound = getattr(space, "high", None)  # of a Box
     return bound is not None and len(mask) == 2 and mask[0] == bound.size and bool((bound == mask[1] - 1).all())
+
+
+def _with_limit_of_envpool(task: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the `max_episode_steps` that makes the limit of EnvPool the one that is asked for.
+
+    Raises:
+      ValueError: where EnvPool does not look at it.
+    """
+    name, family, registered = task.removeprefix("Jumanji/"), _family(task), _registered(task)[2]
+    given = "max_episode_steps" in options
+    ignored = family in ("highway", "jumanji", "procgen") and name != "Sokoban-v0"
+    if given and (ignored or "max_episode_steps" not in registered):
+        in_seconds = family == "highway" and name not in _ENDLESS
+        repair = "set duration, which is the limit over policy_frequency" if in_seconds else "leave both out"
+        raise ValueError(
+            f"EnvPool does not look at max_episode_steps for {task}, so that neither it nor time_limit ends an "
+            f"episode; {repair}."
+        )
+    if name in _ENDLESS:
+        return {**options, "max_episode_steps": _NO_LIMIT}
+    if given and family == "gfootball":
+        return {**options, "max_episode_steps": options["max_episode_steps"] - 1}
+    return options
+
+
+def _limit(task: str, config: Any) -> int | None:
+    """The step in which EnvPool truncates an episode; `config` is that of its spec."""
+    limit, family = config.max_episode_steps, _family(task)
+    if family == "highway" and limit != _NO_LIMIT:
+        limit = config.duration * config.policy_frequency
+    if family == "gfootball":
+        limit += 1
+    return limit if 0 < limit < _NO_LIMIT else None
+
+
+def _family(task: str) -> str:
+    """The module of EnvPool, such as "atari" or "mujoco.gym"."""
+    return _registered(task)[0].removeprefix("envpool.")
+
+
+def _registered(task: str) -> tuple[str, str, dict[str, Any]]:
+    """Module, class of the spec, and options of a task."""
+    return _envpool().registration.registry.specs[task]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Every Python block and every command of the README and its pages runs, and every path they name exists."""
+"""Python blocks and commands of the README and the pages on environments and agents run; links lead somewhere."""
 
 import os
 import re

@@ -454,20 +454,20 @@ def test_envpool_repeats_and_stops_by_itself():
     limited = time_limit(env, 5)
     check_env(limited, num_envs=2, num_steps=12)
     assert limited._options == {"num_threads": 1, "frame_skip": 8, "max_episode_steps": 5}
-    with pytest.raises(ValueError, match="CartPole-v1 has no frame_skip in EnvPool"):
+    with pytest.raises(ValueError, match="in Atari alone, not in CartPole-v1; leave out action_repeat"):
         action_repeat(make_env({"name": "envpool", "task": "CartPole-v1"}), 2)
 
 
 def test_envpool_has_episodes_as_long_when_it_repeats():
     """It counts decisions: of 10 steps, 4 for each of them, there are 3."""
     pytest.importorskip("envpool", reason="the extra `envpool` is not installed")
-    env = make_env({"name": "envpool", "task": "HalfCheetah-v4", "max_episode_steps": 10})
+    env = make_env({"name": "envpool", "task": "Pong-v5", "max_episode_steps": 10})
     both = action_repeat(time_limit(env, 9), 4), time_limit(action_repeat(env, 4), 2)
     assert [x.spec.max_episode_steps for x in both] == [3, 2]
     repeated = action_repeat(env, 4)
     keys = random.split(random.key(0), 2)
     repeated.init(keys)
-    steps = [repeated.step(None, torch.zeros(2, 6), keys)[1].step_type.tolist() for _ in range(3)]
+    steps = [repeated.step(None, torch.zeros(2, dtype=torch.int64), keys)[1].step_type.tolist() for _ in range(3)]
     assert steps == [[MID] * 2, [MID] * 2, [LAST] * 2] and repeated.spec.max_episode_steps == 3
     repeated.close()
 

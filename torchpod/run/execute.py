@@ -108,7 +108,7 @@ def execute(
         config = resumed_config(config, source)
     # Behind the watchdogs, so that it is they who say which rank waits for what.
     ranks, device = init(split_of(config)[1], timeout_s=min(max(300.0, config.loop.timeout_s + 60.0), 1e9))
-    # Two OpenMP threads on a core that something else uses are 100 times slower than one (measured, docs/design.md).
+    # Two OpenMP threads on a core that something else uses are 16 to 1000 times slower than one (docs/design.md).
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or 1)
     try:

@@ -22,6 +22,7 @@ from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.algos.ppo import PPO, PPOConfig
 from torchpod.envs.host import EnvPool
 from torchpod.envs.host.batches import handed_over
+from torchpod.envs.transforms import action_repeat, time_limit
 from torchpod.evaluate import evaluate
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
@@ -179,6 +180,110 @@ def test_vizdoom_keeps_the_contract(tmp_path):
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_kinds_of_spaces_keep_the_contract(name):
     check_env(EnvPool(name), num_envs=2, num_steps=OTHERS[name])
+
+
+LIMITED = [
+    *(FAMILIES[family][0] for family in sorted(FAMILIES.keys() - {"highway", "jumanji", "pgx", "procgen", "toy_text"})),
+    "BabyAI-BossLevel-v0",  # no limit by default
+    "NChain-v0",
+    "Sokoban-v0",
+]
+"""One id per family that keeps `max_episode_steps`, and those of families that mostly do not."""
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_limit_ends_an_episode_in_its_very_step(name):
+    env = EnvPool(name, max_episode_steps=4)
+    assert env.spec.max_episode_steps == time_limit(EnvPool(name), 4).spec.max_episode_steps == 4
+    _, timestep = env.init(keys(2))
+    seen = [timestep]
+    for i in range(5):
+        action = random_action(env.spec, seen[-1].observation, random.at(keys(2), i))
+        seen.append(env.step(None, action, keys(2))[1])
+    env.close()
+    assert column(seen, lambda t: t.step_type).T.tolist() == [[FIRST, MID, MID, MID, LAST, FIRST]] * 2
+    assert (seen[4].discount == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "repair"),
+    [
+        ("BigfishEasy-v0", "leave both out"),
+        ("Blackjack-v1", "leave both out"),
+        ("Catch-v0", "leave both out"),
+        ("CliffWalking-v1", "leave both out"),
+        ("Highway-v0", "set duration, which is the limit over policy_frequency"),
+        ("Jumanji/Snake-v1", "leave both out"),
+        ("LaneKeeping-v0", "leave both out"),
+        ("TicTacToe-v1", "leave both out"),
+    ],
+)
+def test_a_limit_that_envpool_does_not_look_at_is_refused(name, repair):
+    message = f"does not look at max_episode_steps for {name}, so that neither it nor time_limit .* episode; {repair}"
+    with pytest.raises(ValueError, match=message):
+        EnvPool(name, max_episode_steps=4)
+    if name != "BigfishEasy-v0":  # its spec needs a library of the system
+        with pytest.raises(ValueError, match=message):
+            time_limit(EnvPool(name), 4)
+
+
+def test_the_limit_of_a_road_is_its_duration():
+    env = EnvPool("Parking-v0", duration=2)
+    assert env.spec.max_episode_steps == 10
+    env.init(keys(2))
+    seen = [env.step(None, torch.zeros(2, 2), keys(2))[1] for _ in range(10)]
+    assert seen[-2].step_type.tolist() == [MID] * 2
+    assert seen[-1].step_type.tolist() == [LAST] * 2 and (seen[-1].discount == 1).all()
+
+
+def test_a_true_end_after_a_limit_that_is_not_kept_is_a_termination():
+    """An action that is not allowed is a step in which nothing moves."""
+    env = EnvPool("Game2048-v1")
+    assert EnvPool("LaneKeeping-v0").spec.max_episode_steps is env.spec.max_episode_steps is None
+    _, timestep = env.init(keys(1))
+    steps = 0
+    while timestep.step_type[0] != LAST and steps < 5_000:
+        mask = timestep.observation["action_mask"].int()
+        waits = steps < 1_000 and not mask.all()
+        _, timestep = env.step(None, (mask.argmin(-1) if waits else mask.argmax(-1)), keys(1))
+        steps += 1
+    assert 1_000 < steps < 5_000 and timestep.discount[0] == 0
+
+
+def test_a_goal_in_the_step_before_the_limit_is_a_termination():
+    name = FAMILIES["gfootball"][0]
+    length = episodes(play(EnvPool(name), 1, 300), 0)[0][0]
+    for limit, end in ((length + 1, (length, 0.0, True)), (length - 1, (length - 1, 1.0, True))):
+        assert episodes(play(EnvPool(name, max_episode_steps=limit), 1, length), 0)[:1] == [end]
+
+
+def test_a_repeated_action_adds_up_the_rewards_of_an_episode(seed):
+    env = EnvPool("MsPacman-v5")
+    repeated = action_repeat(env, 3)
+    env.init(keys(2, seed))
+    repeated.init(keys(2, seed))
+    total = torch.zeros(2)
+    for step in range(400):
+        action, reward, ended = draw(2, 9, step, seed), torch.zeros(2), torch.zeros(2, dtype=torch.bool)
+        for _ in range(3):
+            _, timestep = env.step(None, action, keys(2))
+            reward += torch.where(ended, 0, timestep.reward)
+            ended |= timestep.step_type == LAST
+        _, timestep = repeated.step(None, action, keys(2))
+        assert torch.equal(timestep.reward, reward) and torch.equal(timestep.step_type == LAST, ended)
+        total += reward
+        if ended.any():
+            break
+    assert ended.any() and (total > 100).all()
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "D1Basic-v1", "FetchReach-v4", "HalfCheetah-v4", "WalkerWalk-v1"])
+def test_actions_are_not_repeated_where_envpool_computes_one_reward(name):
+    message = (
+        f"EnvPool adds up rewards of a repeated action in Atari alone, not in {name}; leave out action_repeat, or use"
+    )
+    with pytest.raises(ValueError, match=message):
+        action_repeat(EnvPool(name), 3)
 
 
 @pytest.mark.parametrize(("limit", "discount"), [(500, 0.0), (5, 1.0)])
