@@ -91,7 +91,8 @@ _WARM = Target(
     "is tracing, a quarter imports, a quarter the rest; of the EPYC 25-1, whose core has 0.64 to 0.78, by run, of the "
     "speed of one of 25-17, that makes 3.1 to 4.7 s; the rest was not profiled there: it had a load of 1.3 and 2.8, "
     "JAX took 1.1 s in place of 0.5, the code was of 2026-11-25, and has not been measured there since; tried: garbage "
-    "collections and searches left out (kernels/quicker.py), no iteration that is thrown away (docs/design.md, section 4)",
+    "collections and searches left out (kernels/quicker.py), no iteration that is thrown away (docs/design.md, section "
+    "4)",
 )
 
 _TRAIN_WARM = Target(
