@@ -85,6 +85,15 @@ def test_key_holds_both_words_of_a_64_bit_seed():
             random.key(wrong)
 
 
+def test_numbers_for_keys_may_be_of_any_integers(seed):
+    keys, numbers = random_keys(seed, 4), torch.arange(4)
+    for make in (random.fold_in, random.at, random.advance):
+        assert torch.equal(make(keys, numbers.int()), make(keys, numbers))
+        assert torch.equal(make(keys, numbers)[3], make(keys[3], 3))
+    many = random_keys(seed, 2, 4)  # from the left: one per row of the first axis
+    assert torch.equal(random.advance(many, numbers[:2])[1], random.advance(many[1], 1))
+
+
 def test_at_sets_the_counter_alone_and_advance_adds_to_it(seed):
     keys = random_keys(seed, 4, 3)
     assert torch.equal(random.at(keys, 17)[..., :2], keys[..., :2])
@@ -176,6 +185,20 @@ def test_categorical_draws_unlikely_actions_from_short_floats(num, dtype, seed):
     draws = random.categorical(random.split(random.key(seed), 100_000), logits.expand(100_000, num))
     counts, probs = torch.bincount(draws, minlength=num), logits.double().softmax(-1)
     assert chi_square(counts, probs * 100_000) <= (num - 1) + 8 * (2 * (num - 1)) ** 0.5
+
+
+def test_categorical_keeps_to_allowed_actions_where_equal_sums_are_rounded_differently(monkeypatch):
+    """As a scan on a GPU does, which groups each sum in its own way."""
+    num, generator, cumsum = 64, torch.Generator().manual_seed(0), torch.Tensor.cumsum
+    masked = torch.rand(num, generator=generator) < 0.5
+    masked[0] = False
+    logits = torch.randn(num, generator=generator).masked_fill(masked, -float("inf"))
+    odd = 1.0 + 2.0**-23 * torch.randint(-1, 2, (num,), generator=generator)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) * odd)
+    near = (logits.softmax(-1).cumsum(-1) / logits.softmax(-1).cumsum(-1)[-1])[:, None]
+    heights = (near + 2.0**-23 * torch.arange(-8, 9)).clamp(0.0, 1.0 - 2.0**-23).reshape(-1, 1)
+    drawn = random.choose(heights, logits.expand(len(heights), num))
+    assert not masked[drawn].any() and len(drawn.unique()) == int((~masked).sum())
 
 
 @pytest.mark.parametrize("num", [3, 32, 33, 300])

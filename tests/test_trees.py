@@ -31,6 +31,12 @@ def test_a_tree_is_put_together_from_other_tensors_with_the_same_constants():
     assert got == want and isinstance(got[1], Point)
 
 
+def test_what_torch_returns_several_of_is_a_node():
+    tree = {"most": torch.tensor([[1.0, 3.0]]).max(-1)}
+    found = writer(tree)(reader(tree)(tree))["most"]
+    assert type(found) is type(tree["most"]) and found.values == 3.0 and found.indices == 1
+
+
 def test_another_tree_cannot_be_read():
     with pytest.raises(KeyError):
         reader({"a": torch.ones(1)})({"b": torch.ones(1)})

@@ -87,8 +87,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def _on_device(number: int | Tensor, device: torch.device) -> Tensor:
-    """An int is filled in by a kernel, because a CUDA graph cannot hold a copy from the host."""
-    return number if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
+    """As int64; an int is filled in by a kernel, because a CUDA graph cannot hold a copy from the host."""
+    return number.long() if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
 
 
 def split(key: Tensor, num: int, offset: int = 0) -> Tensor:
@@ -103,14 +103,18 @@ def at(key: Tensor, counter: int | Tensor) -> Tensor:
       key: `[..., 3]`.
       counter: int, or int64 with the leading axes of `key` (a scalar: the same for all).
     """
-    counter = _on_device(counter, key.device) & _MASK
-    counter = counter.reshape(counter.shape + (1,) * (key.ndim - 1 - counter.ndim)).expand(key.shape[:-1])
+    counter = _per_key(_on_device(counter, key.device) & _MASK, key)
     return torch.cat([key[..., :2], counter[..., None]], -1)
 
 
+def _per_key(number: Tensor, key: Tensor) -> Tensor:
+    return number.reshape(number.shape + (1,) * (key.ndim - 1 - number.ndim)).expand(key.shape[:-1])
+
+
 def advance(key: Tensor, num: int | Tensor) -> Tensor:
-    """The key with `num` added to its counter."""
-    return torch.cat([key[..., :2], (key[..., 2:] + num) & _MASK], -1)
+    """The key with `num` added to its counter; `num` broadcasts as the counter of `at` does."""
+    more = _per_key(num, key)[..., None] if isinstance(num, Tensor) else num
+    return torch.cat([key[..., :2], (key[..., 2:] + more) & _MASK], -1)
 
 
 def advance_each(key: Tensor, num: int) -> Tensor:
@@ -187,8 +191,10 @@ def choose(height: Tensor, logits: Tensor) -> Tensor:
         logits = logits.float()  # sums of many small numbers
     # Scaled by the total: rounding may leave it below 1, and then the last index would win even with probability 0.
     if logits.shape[-1] > 32:
-        cdf = logits.softmax(-1).cumsum(-1)
-        return (height * cdf[..., -1:] >= cdf[..., :-1]).sum(-1)
+        p = logits.softmax(-1)
+        # A scan on a GPU groups each sum in its own way: those on both sides of a 0 may differ.
+        cdf = torch.where(p > 0, p.cumsum(-1), 0.0)
+        return (cdf > height * cdf.amax(-1, keepdim=True)).int().argmax(-1)
     # Number by number: so the compiler makes one loop over rows, and vectorises it.
     each = logits.unbind(-1)
     top = functools.reduce(torch.maximum, each)

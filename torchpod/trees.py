@@ -100,4 +100,7 @@ def _source(tree: Any, indices: Any, constants: list[Any]) -> str:
         )
     constants.append(type(tree) if isinstance(tree, tuple) else tree)
     index = len(constants) - 1
-    return f"c[{index}]({parts(tree)})" if isinstance(tree, tuple) else f"c[{index}]"
+    if not isinstance(tree, tuple):
+        return f"c[{index}]"
+    values = parts(tree)
+    return f"c[{index}]({values})" if hasattr(tree, "_fields") else f"c[{index}](({values}))"  # as of x.max(-1)

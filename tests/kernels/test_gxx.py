@@ -102,6 +102,26 @@ def test_a_library_is_compiled_once_per_machine(tmp_path, monkeypatch):
         gxx.library("cpu_memory.cpp", "-lc10")
 
 
+@pytest.mark.parametrize("damaged", ["once", "always"])
+def test_a_library_that_cannot_be_loaded_is_compiled_again(damaged, tmp_path, monkeypatch):
+    calls = []
+
+    def built(source, *flags):
+        calls.append(source.name)
+        good = len(calls) == 2 and damaged == "once"
+        (tmp_path / "x.so").write_bytes(Path(library).read_bytes() if good else b"")
+        return tmp_path / "x.so"
+
+    library = torch._C.__file__
+    monkeypatch.setattr(gxx, "built", built)
+    if damaged == "once":
+        assert gxx.library("cpu_memory.cpp")._name == str(tmp_path / "x.so")
+    else:
+        with pytest.raises(OSError, match=r"x\.so cannot be loaded \(.*file too short.*\); if .* by XDG_CACHE_HOME\."):
+            gxx.library("cpu_memory.cpp")
+    assert calls == ["cpu_memory.cpp"] * 2
+
+
 def test_libraries_lie_among_programs_where_there_is_no_cache(monkeypatch):
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 import time
 
@@ -178,3 +180,30 @@ def test_programs_ahead_are_compiled_by_other_threads(monkeypatch):
         compiled(torch.ones(7))
     assert threads and threading.main_thread() not in threads
     torch.testing.assert_close(compiled(torch.ones(7)), torch.full((7,), number))
+
+
+MORE_THREADS = """
+import threading
+import torch
+from torchpod.compile import Compiler
+x = torch.rand(1 << 20)
+want = x.exp().log().sum().item()
+torch.set_num_threads(2)
+total, found = Compiler(True)(lambda x: x.exp().log().sum()), []
+for num_threads in (2, 3, 8, 1):
+    torch.set_num_threads(num_threads)
+    found.append(total(x).item())
+other = threading.Thread(target=lambda: found.append(total(x).item()))  # with OpenMP's own number
+other.start()
+other.join()
+print(max(abs(x / want - 1) for x in found), len(found))
+"""
+
+
+def test_a_program_may_be_called_with_more_threads_than_it_was_compiled_with(monkeypatch):
+    """In a process of its own: one that writes past its arrays ends it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    done = subprocess.run([sys.executable, "-c", MORE_THREADS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    error, count = done.stdout.split()
+    assert float(error) < 1e-4 and count == "5"

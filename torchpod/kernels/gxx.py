@@ -34,8 +34,25 @@ def cores() -> int:
 
 
 def library(name: str, *flags: str) -> ctypes.CDLL:
-    """Compiles a C++ file of this folder, once per machine, and loads it; `flags` are those of `built`."""
-    return ctypes.CDLL(str(built(Path(__file__).with_name(name), *flags)))
+    """Compiles a C++ file of this folder, once per machine, and loads it; `flags` are those of `built`.
+
+    Raises:
+      OSError: if libraries in the folder where it is kept may not be run.
+    """
+    source = Path(__file__).with_name(name)
+    path = built(source, *flags)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)  # damaged, perhaps
+    built(source, *flags)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be loaded ({error}); if its folder is mounted with noexec, name another one by "
+            "XDG_CACHE_HOME."
+        ) from error
 
 
 def built(source: Path, *flags: str) -> Path:

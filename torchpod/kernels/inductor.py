@@ -173,8 +173,7 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...,
 
     if any(isinstance(x, Tensor) and x.is_cpu for x in inputs):
         gxx.cache_per_width()
-    options = {"post_grad_custom_post_pass": CpuKernels(), **_gpu_options(inputs)}
-    with inductor_config.patch(options):
+    with inductor_config.patch(_options(inputs)):
         return cast(Callable[..., Any], compile_fx(graph, inputs))
 
 
@@ -379,8 +378,7 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    options: dict[str, Any] = {
-        "post_grad_custom_post_pass": CpuKernels(),
+    options: dict[str, Any] = _options(fakes) | {
         # It leaves a loop with 35 strided accesses unvectorised however much else there is to do, such as the 10 rounds
         # of a draw from keys [B, 3]: without it Pendulum and Acrobot step twice as fast, CartPole 1.3 times.
         "cpp.enable_tiling_heuristics": False,
@@ -392,9 +390,18 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
     cpp_wrapper = all(x.device.type == "cpu" for x in fakes)
     if cpp_wrapper:
         install()
-    options |= _gpu_options(fakes)
     with tracing(TracingContext(mode)), inductor_config.patch(options):
         return compile_fx_inner(joint_graph_passes(graph), fakes, cpp_wrapper=cpp_wrapper)
+
+
+def _options(inputs: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "post_grad_custom_post_pass": CpuKernels(),
+        # Else a program has rows for as many threads as there are now, and with more of them writes past these: in a
+        # process that is told so later, in a Python thread, which has OpenMP's own number, or from the cache.
+        "cpp.dynamic_threads": torch.get_num_threads() > 1,
+        **_gpu_options(inputs),
+    }
 
 
 def _gpu_options(inputs: Sequence[Any]) -> dict[str, Any]:
