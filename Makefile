@@ -45,7 +45,7 @@ test-oldest: setup
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -m "not gpu" -rs tests/interop \
 	tests/algos/test_torchrl_multi_agent.py tests/algos/test_torchrl_masks.py tests/docs/test_torchrl_losses.py tests/docs/test_torchrl_envs.py \
 	tests/envs/host/test_torchrl.py tests/bench/test_losses.py $(ARGS)
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -m "not gpu" -rs -k "loss and not losses" tests/replay tests/test_config.py \
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -m "not gpu" -rs -k "loss and not losses" tests/replay tests/test_config.py tests/test_compose.py \
 	tests/learning $(ARGS)
 
 # `make -k check` goes on after the first that fails.

@@ -94,7 +94,9 @@ class Policies(Agent):
         super().__init__()
         kind = type(self).__name__
         if spec.groups is None:
-            raise ValueError(f"{kind} needs an environment with groups of agents, and {spec.name} has one agent.")
+            raise ValueError(
+                f"{kind} needs an environment with groups of agents, and {spec.name} has one agent; use algo=ppo."
+            )
         self.groups, self._central, self._observed = dict(spec.groups), central, spec.observation
         common = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "policies"}
         given = {name: _as_mapping(of) for name, of in (config.policies or {}).items()}

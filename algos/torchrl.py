@@ -162,7 +162,7 @@ class _Builder:
         from torchrl.modules import ProbabilisticActor, TanhNormal
 
         box = self.box
-        net = nn.Sequential(self.net(2 * box.shape[0]), NormalParamExtractor())
+        net = Sequential(self.net(2 * box.shape[0]), NormalParamExtractor())
         return ProbabilisticActor(
             self.module(net, to=["loc", "scale"]),
             in_keys=["loc", "scale"],
@@ -180,7 +180,7 @@ class _Builder:
 
     def deterministic(self) -> Any:
         """An actor without noise of its own."""
-        net = nn.Sequential(self.net(self.box.shape[0]), _Within(self.box.low, self.box.high))
+        net = Sequential(self.net(self.box.shape[0]), _Within(self.box.low, self.box.high))
         return self.module(net, to=["action"])
 
     def value(self) -> Any:
@@ -249,6 +249,14 @@ class _Net(nn.Module):
 def _flat(x: Tensor, num_dims: int) -> Tensor:
     x = x.reshape(*x.shape[: x.ndim - num_dims], -1)
     return x if x.is_floating_point() else scaled(x)
+
+
+class Sequential(nn.Sequential):
+    """Two modules, of which the first may take several tensors."""
+
+    def forward(self, input: Tensor, *more: Tensor) -> Any:
+        first, last = self
+        return last(first(input, *more))
 
 
 class _Logits(nn.Module):

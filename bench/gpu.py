@@ -186,7 +186,8 @@ def main(
                         results[job.case, job.worker.name] = result
         finally:  # of the waves that were measured, whatever stopped the next
             for case in (x for x in todo if isinstance(x, Case) and (x.name, ours.name) in results):
-                of_peer = results.get((case.name, peer.name), Result(MissingError("there is no JAX driver for it"), {}))
+                why = "there is no JAX driver for it" if case.env == "grid_world" else f"{peer.name} was not measured"
+                of_peer = results.get((case.name, peer.name), Result(MissingError(why), {}))
                 of_ours = results[case.name, ours.name]
                 of_case, wrong = case_rows(make, case, of_ours, of_peer, peer, device)
                 record.rows += of_case

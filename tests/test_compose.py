@@ -84,7 +84,7 @@ def test_an_experiment_in_a_file_can_be_overridden(mine: Path):
         ("defaults: [algo: ppo]", ": defaults has {'algo': 'ppo'}; write a choice as - override /algo: ppo, or na"),
         ("defaults: [cartpol]", ": defaults has cartpol; write a choice as - override /algo: ppo, or name an exper"),
         ("defaults: [override /algo: pppo]", ": algo=pppo is not known; did you mean ppo or ippo or mappo?"),
-        ("defaults: [override /env: no.py:MyEnv]", "/no.py; give PATH.py:MyEnv with where it is now"),
+        ("defaults: [override /env: no.py:MyEnv]", "/no.py; give env=path/to/file.py:Class with where it is."),
     ],
 )
 def test_an_experiment_in_a_file_that_cannot_be_used_is_named(text: str | None, message: str, tmp_path: Path):
@@ -104,11 +104,17 @@ def test_a_copy_of_an_experiment_of_ours_is_the_same_experiment(name: str, tmp_p
 
 
 def test_an_experiment_in_a_file_may_begin_with_one_of_ours(tmp_path: Path):
-    (tmp_path / "mine.yaml").write_text("defaults: [cartpole, override /loop: sebulba, _self_]\nnum_envs: 4")
+    (tmp_path / "mine.yaml").write_text("defaults: [override /loop: sebulba, cartpole, _self_]\nnum_envs: 4")
     config = load([f"experiment={tmp_path}/mine.yaml"])
     unroll_length = load(["experiment=cartpole"]).algo.unroll_length
     assert (config.loop.name, config.num_envs, config.algo.unroll_length) == ("sebulba", 4, unroll_length)
     assert config.experiment == "mine"
+
+
+@pytest.mark.parametrize("group", ["algo", "env"])
+def test_a_class_of_a_module_is_refused_with_the_name_of_its_file(group: str):
+    told = f"{group}=my.games:Mine is not known; name the file of a class of your own: {group}=my/games.py:Mine."
+    assert refused([f"{group}=my.games:Mine"]) == told
 
 
 def test_a_program_that_uses_hydra_itself_keeps_it(tmp_path: Path):

@@ -248,6 +248,12 @@ def test_means_are_taken_of_metrics_but_of_those_of_extremes():
     assert {k: v.item() for k, v in average(history).items()} == {"x": 3, "a/reward_min": -5, "reward_max": 2}
 
 
+def test_losses_and_norms_of_groups_are_means_whatever_the_groups_are_called():
+    names = ("loss/player_max", "grad_norm/player_min", "player_max/reward_max")
+    history = [dict.fromkeys(names, torch.tensor(x)) for x in (1.0, 2.0, 6.0)]
+    assert [x.item() for x in average(history).values()] == [3, 3, 6]
+
+
 def test_iterations_that_say_nothing_of_a_metric_are_left_out():
     """Of three members: one always says something, one once, and one never; an infinity is no NaN."""
     nan, inf = torch.nan, torch.inf

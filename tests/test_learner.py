@@ -576,6 +576,12 @@ def test_hyperparameters_are_annealed_to_nothing_and_stay_what_they_were_in_the_
     wrong = Learner(agent, LearnerConfig(anneal=("entropy",)), num_iterations=4)
     with pytest.raises(ValueError, match=r"anneal=\['entropy'\]: entropy is not known; known: coefficient\."):
         wrong.init(*variables_of(agent))
+    agent.register_buffer("table", torch.zeros(3))
+    agent.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+    for name in ("table", "mean"):
+        wrong = Learner(agent, LearnerConfig(anneal=(name,)), num_iterations=4)
+        with pytest.raises(ValueError, match=rf"anneal=\['{name}'\]: {name} is not known; known: coefficient\."):
+            wrong.init(*variables_of(agent))
     monkeypatch.setattr(Echo, "annealed", ("left",))
     wrong = Learner(agent, LearnerConfig(), num_iterations=4)
     with pytest.raises(ValueError, match=r"Echo\.annealed=\('left',\): left is not known; known: coefficient\."):

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from torchpod.agent import Agent, bind
+    from torchpod.commands.eval_run import load
     from torchpod.env import Env, TensorEnv
     from torchpod.main import train
     from torchpod.makers import make_env
@@ -31,6 +32,7 @@ _WHERE = {
     "bind": "agent",
     "check_agent": "testing",
     "check_env": "testing",
+    "load": "commands.eval_run",
     "make_env": "makers",
     "train": "main",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "bind",
     "check_agent",
     "check_env",
+    "load",
     "make_env",
     "train",
 ]

@@ -92,6 +92,9 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     for group, item in named.items():
         if _names_file(item):  # in full, so that the run can be resumed and evaluated from any folder
             path, colon, attribute = item.partition("=")[2].partition(".py")
+            if not Path(path + colon).is_file():
+                told = f"there is no file {path}{colon}; give {group}=path/to/file.py:Class with where it is"
+                raise ConfigError(f"{item}: {told}.")
             settings[group] = {**settings[group], "name": f"{Path(path).resolve()}{colon}{attribute}"}
     return settings
 
@@ -197,12 +200,12 @@ def _with_experiment(overrides: Sequence[str]) -> list[str]:
 def _register_experiment(path: Path) -> tuple[str, list[str]]:
     """The choice that an experiment's file becomes, and overrides for the files that it names, beside it."""
     tree = _read_experiment(path)
-    defaults, classes = [], []
+    experiments, defaults, classes = [], [], []
     for entry in tree.pop("defaults", None) or []:
         key, value = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", entry)
         group = str(key).removeprefix("override /")
         if entry == "_self_" or entry in choices("experiment"):
-            defaults.append(entry)
+            (defaults if entry == "_self_" else experiments).append(entry)
             continue
         if key != f"override /{group}" or group not in GROUPS or group == "experiment":
             told = "write a choice as - override /algo: ppo, or name an experiment of `torchpod list experiments`."
@@ -213,7 +216,8 @@ def _register_experiment(path: Path) -> tuple[str, list[str]]:
             defaults.append(entry)
         else:
             raise ConfigError(f"experiment={path}: {_unknown(group, str(value))}")
-    node = {"defaults": defaults, "experiment_name": path.stem, **tree}
+    # Hydra wants overrides behind what they override.
+    node = {"defaults": experiments + defaults, "experiment_name": path.stem, **tree}
     # A name for each content, so that what is cached of a choice stays true.
     name = _OWN + hashlib.sha256(json.dumps(node, default=str).encode()).hexdigest()[:12]
     ConfigStore.instance().store(group="experiment", name=name, node=node, package="_global_")
@@ -284,6 +288,10 @@ def _known(override: str) -> bool:
 
 def _unknown(group: str, value: str) -> str:
     """That there is no such choice, and which there are, in a sentence or two."""
+    module, colon, attribute = value.partition(":")
+    if colon and group in ("algo", "env"):
+        example = f"{group}={module.replace('.', '/')}.py:{attribute}"
+        return f"{group}={value} is not known; name the file of a class of your own: {example}."
     more = {
         "algo": " A class of your own is algo=path/to/file.py:Class.",
         "env": " A class of your own is env=path/to/file.py:Class.",

@@ -115,9 +115,9 @@ def is_begun(env: Env, state: Tree) -> bool:
 
     It looks at the state: which methods are overridden says nothing about what they add to it.
     """
-    if not isinstance(env, TensorEnv) or type(state) is not tuple or len(state) != 3:
+    if not isinstance(env, TensorEnv) or type(env).reset is TensorEnv.reset or type(state) is not tuple:
         return False
-    return [getattr(x, "dtype", None) for x in state[1:]] == [torch.int32, torch.bool]
+    return len(state) == 3 and [getattr(x, "dtype", None) for x in state[1:]] == [torch.int32, torch.bool]
 
 
 def make_timestep(

@@ -119,13 +119,15 @@ def _of_each(tree: dict[str, Tensor], teams: Teams) -> list[Tensor]:
 def average(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Means of metrics; of those whose names end in `_min` and `_max` the least and the largest.
 
-    What is NaN is left out: of an iteration that has nothing to say of a metric. NaN where all are.
+    `loss/GROUP` and `grad_norm/GROUP` are means, whatever their group is called. What is NaN is left out: of an
+    iteration that has nothing to say of a metric. NaN where all are.
     """
-    reduce = {"_min": _least, "_max": lambda x: -_least(-x)}
-    return {
-        name: reduce.get(name[-4:], lambda x: x.nanmean(0))(torch.stack([h[name] for h in history if name in h]))
-        for name in history[-1]
-    }
+    extremes = {"_min": _least, "_max": lambda x: -_least(-x)}
+    reduced = {}
+    for name in history[-1]:
+        kind = "" if name.startswith(("loss/", "grad_norm/")) else name[-4:]
+        reduced[name] = extremes.get(kind, lambda x: x.nanmean(0))(torch.stack([h[name] for h in history if name in h]))
+    return reduced
 
 
 def _least(x: Tensor) -> Tensor:

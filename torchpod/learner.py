@@ -168,12 +168,12 @@ class Learner:
         """The state before the first update, of one member."""
         device, groups = next(iter(params.values())).device, self.groups.names
         rates = self._by_group("learning_rate", self.config.learning_rate)
-        for name in self._annealed:
-            if name not in buffers:
-                is_own, kind = name not in self.config.anneal, type(self.agent).__name__
-                where = f"{kind}.annealed={self.agent.annealed}" if is_own else f"anneal={list(self.config.anneal)}"
-                raise ValueError(f"{where}: {name} is not known; {nearest(name, buffers)}")
         known = [name for name, x in buffers.items() if x.ndim == 0 and x.dtype == torch.float32]
+        for name in self._annealed:
+            is_own, kind = name not in self.config.anneal, type(self.agent).__name__
+            if name not in (buffers if is_own else known):  # an agent in float64 may anneal its own
+                where = f"{kind}.annealed={self.agent.annealed}" if is_own else f"anneal={list(self.config.anneal)}"
+                raise ValueError(f"{where}: {name} is not known; {nearest(name, known)}")
         known += ["learning_rate", *(f"learning_rate.{group}" for group in groups)]
         for name in self._schedules:
             if name not in known:

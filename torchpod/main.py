@@ -149,7 +149,7 @@ def _train(overrides: list[str]) -> int:
         if run.summary["unfinished_episodes"]:
             cut = f", {run.summary['unfinished_episodes']} of them cut at {run.summary['unfinished_steps']:,} steps"
         if "groups" in score:
-            parts = score["groups"] | score.get("policies", {})
+            parts = score["groups"] | {f"policy {name}": own for name, own in score.get("policies", {}).items()}
             cut += ": " + ", ".join(f"{name} {own['mean']:.1f}" for name, own in parts.items())
         print(
             f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
@@ -252,7 +252,7 @@ def _warmup(rest: list[str]) -> int:
     overrides = parser.parse_intermixed_args(rest).overrides
     with tempfile.TemporaryDirectory(prefix="torchpod-warmup-") as folder:
         silent = [f"logger.{sink}=false" for sink in ("console", "csv", "tensorboard", "wandb")]
-        config = load([*overrides, f"run_dir={folder}/run", *silent])
+        config = load([*overrides, f"run_dir={folder}/run", "evaluation.every=null", *silent])
         if config.resume is not None:
             raise ConfigError(f"torchpod warmup is for runs that begin; leave out resume={config.resume}.")
         began = time.perf_counter()

@@ -40,6 +40,8 @@ def make_env(config: Mapping[str, Any] | str) -> Env:
     except BaseException:
         close_all([env])
         raise
+    if getattr(env, "advice", None) == "set env.processes=true" and "processes" not in config:
+        typing.cast(Any, env).advice = "set +env.processes=true"
     return env
 
 
@@ -68,8 +70,8 @@ def _transformed(env: Env, entry: Any, where: str) -> Env:
 def _make_bare(config: dict[str, Any]) -> Env:
     if config["name"].startswith(OBJECT):
         raise ConfigError(
-            f"env={config['name']} was a Python object; hand it over again, in Python: train(env=..., resume=RUN), or "
-            "torchpod.commands.eval_run.eval_run(RUN, episodes=..., env=...)."
+            f"env={config['name']} was a Python object; hand it over again, in Python: train(env=..., resume=RUN), "
+            "torchpod.load(RUN, env=...), or torchpod.commands.eval_run.eval_run(RUN, episodes=..., env=...)."
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = find(config["name"], envs.MAKERS, "env")
@@ -162,9 +164,9 @@ def make_agent(config: AlgoConfig, spec: EnvSpec, members: Mapping[str, Any] | N
     if getattr(agent_config, "policies", None):
         agent_config = dataclasses.replace(agent_config, policies=_checked(agent_config))
 
-    def make() -> Agent:
+    def make(settings: Any = agent_config) -> Agent:
         try:
-            return agent_class(spec, agent_config)
+            return agent_class(spec, settings)
         except ValueError:
             raise
         except (Exception, SystemExit) as error:
@@ -174,17 +176,16 @@ def make_agent(config: AlgoConfig, spec: EnvSpec, members: Mapping[str, Any] | N
             ) from error
 
     if members:
-        _check_members(make, agent_class, spec, agent_config, members)
+        _check_members(make, agent_config, members)
     return make
 
 
-def _check_members(
-    make: Callable[[], Agent], agent_class: Callable[..., Agent], spec: EnvSpec, config: Any, members: Mapping[str, Any]
-) -> None:
-    """Lets the constructor judge the settings of each member, for it knows which do not go together."""
-    vary = [name for name, _ in make().named_buffers() if name in members and hasattr(config, name)]
+def _check_members(make: Callable[[Any], Agent], config: Any, members: Mapping[str, Any]) -> None:
+    """Lets the constructor judge the numbers of each member, for it knows which do not go together; not of policies."""
+    own = {name for name, _ in make(config).named_buffers()}
+    vary = [name for name in members if name in own and isinstance(getattr(config, name, None), float)]
     for values in dict.fromkeys(zip(*(members[name] for name in vary), strict=True)):
-        agent_class(spec, dataclasses.replace(config, **dict(zip(vary, values, strict=True))))
+        make(dataclasses.replace(config, **dict(zip(vary, values, strict=True))))
 
 
 def _checked(config: Any) -> dict[str, Any]:

@@ -23,6 +23,10 @@ class Array:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
+    def __post_init__(self) -> None:
+        _require_sizes("shape", self.shape, "sizes", least=0)
+        _require_dtype(self.dtype)
+
 
 @dataclass(frozen=True)
 class Box:
@@ -44,6 +48,8 @@ class Box:
                 f"and high={self.high!r}; where entries differ in their bounds, use Box(shape, -1.0, 1.0) and scale "
                 "them in the environment."
             )
+        _require_sizes("shape", self.shape, "sizes", least=0)
+        _require_dtype(self.dtype)
 
     @property
     def bounded(self) -> bool:
@@ -59,8 +65,9 @@ class Discrete:
     dtype: torch.dtype = torch.int64
 
     def __post_init__(self) -> None:
-        if self.num_values < 1:
-            raise ValueError(f"Discrete needs at least one value, not num_values={self.num_values}.")
+        if not _is_count(self.num_values):
+            raise ValueError(f"Discrete needs an integer, at least one value, not num_values={self.num_values!r}.")
+        _require_dtype(self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,8 +83,10 @@ class MultiDiscrete:
     dtype: torch.dtype = torch.int64
 
     def __post_init__(self) -> None:
-        if not self.nvec or min(self.nvec) < 1:
-            raise ValueError(f"MultiDiscrete needs integers of at least one value each, not nvec={self.nvec}.")
+        _require_sizes("nvec", self.nvec, "numbers of values", least=1)
+        if not self.nvec:
+            raise ValueError("MultiDiscrete needs at least one integer, not nvec=(), e.g. (2,).")
+        _require_dtype(self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,12 +131,33 @@ class EnvSpec:
     """Number of agents per group, `{group: N}`; None for one agent without an N axis."""
 
     def __post_init__(self) -> None:
-        if self.max_episode_steps is not None and self.max_episode_steps < 1:
+        limit, groups = self.max_episode_steps, self.groups
+        if limit is not None and not _is_count(limit):
             raise ValueError(
-                f"max_episode_steps={self.max_episode_steps} of {self.name} must be at least 1, or None for no limit."
+                f"max_episode_steps={limit!r} of {self.name} must be an integer of at least 1, or None for no limit."
+            )
+        if groups is not None and not (isinstance(groups, dict) and all(map(_is_count, groups.values()))):
+            raise ValueError(
+                f"groups={groups!r} of {self.name} must be a dict of how many agents each group has, at least 1, e.g. "
+                '{"scouts": 3}, or None for one agent.'
             )
         _require_numbers(self.observation, "observation", self.name)
         _require_numbers(self.action, "action", self.name)
+
+
+def _is_count(x: Any, least: int = 1) -> bool:
+    return isinstance(x, numbers.Integral) and int(x) >= least
+
+
+def _require_sizes(name: str, sizes: Any, what: str, *, least: int) -> None:
+    if not isinstance(sizes, tuple | list) or not all(_is_count(x, least) for x in sizes):
+        like = f"({sizes},)" if _is_count(sizes, least) else "(2,)"
+        raise ValueError(f"{name}={sizes!r} must be a tuple of {what}, integers of at least {least}, e.g. {like}.")
+
+
+def _require_dtype(dtype: Any) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} must be a dtype of torch's, e.g. torch.float32.")
 
 
 def _require_numbers(spec: SpecTree, what: str, env: str) -> None:
@@ -135,6 +165,11 @@ def _require_numbers(spec: SpecTree, what: str, env: str) -> None:
     if isinstance(spec, dict):
         for key, part in spec.items():
             _require_numbers(part, f"{what}[{key!r}]", env)
+    elif not isinstance(spec, Array | Box | Discrete | MultiDiscrete):
+        raise ValueError(
+            f"{what} of {env} must be an Array, Box, Discrete or MultiDiscrete of torchpod.specs, or a dict of them, "
+            f"not {spec!r}."
+        )
     found = "{}" if spec == {} else f"of shape {spec.shape}" if not isinstance(spec, dict) and 0 in spec.shape else None
     if found is not None:
         raise ValueError(

@@ -17,6 +17,10 @@ from pettingzoo.utils.conversions import turn_based_aec_to_parallel_wrapper
 from torchpod.envs.host.gymnasium import require_number
 from torchpod.envs.host.spaces import misfit
 
+_ANSWERS = {
+    "reset": ("observations", "infos"),
+    "step": ("observations", "rewards", "terminations", "truncations", "infos"),
+}
 Groups = dict[str, list[Any]]
 """The agents of each group, in the order of their rows."""
 
@@ -38,9 +42,10 @@ class Joint(gymnasium.Env):
 
     def __init__(self, make: Callable[[], Any], groups: Mapping[str, Sequence[Any]] | None = None) -> None:
         self.env = make()
-        self.name = str(getattr(self.env, "metadata", {}).get("name", type(self.env.unwrapped).__name__))
+        self.name = name_of(self.env)
         self.groups = groups_of(self.env, self.name, groups)
         self.in_turns = _in_turns(self.env)
+        self._known = {agent for agents in self.groups.values() for agent in agents}
         self._alive: set[Any] = set()
         self.seen = {g: self.env.observation_space(agents[0]) for g, agents in self.groups.items()}
         self.acts = {g: self.env.action_space(agents[0]) for g, agents in self.groups.items()}
@@ -49,8 +54,8 @@ class Joint(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begins an episode of everybody."""
-        observation, _ = self.env.reset(seed=seed, options=options)
-        self._alive = set(self.env.agents)
+        observation, _ = complete(self.env.reset(seed=seed, options=options), "reset", self.name)
+        self._alive = self._listed()
         return self._said(observation, {}, self._alive), {}
 
     def step(self, action: dict[str, np.ndarray]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -58,8 +63,8 @@ class Joint(gymnasium.Env):
         listed, before = set(self.env.agents), self._alive
         rows = {g: list(zip(*x, strict=True)) if isinstance(x, tuple) else x for g, x in action.items()}
         chosen = {a: rows[g][i] for g, x in self.groups.items() for i, a in enumerate(x) if a in listed}
-        observation, reward, terminated, truncated, _ = self.env.step(chosen)
-        alive = {a for a in self.env.agents if not (terminated.get(a) or truncated.get(a))}
+        observation, reward, terminated, truncated, _ = complete(self.env.step(chosen), "step", self.name)
+        alive = {a for a in self._listed() if not (terminated.get(a) or truncated.get(a))}
         for agent in (alive & listed) - reward.keys():
             raise ValueError(f"{self.name} gave {agent} no reward; give everybody one who is in its agents.")
         over = not alive
@@ -73,6 +78,15 @@ class Joint(gymnasium.Env):
     def close(self) -> None:
         """Closes the environment."""
         self.env.close()
+
+    def _listed(self) -> set[Any]:
+        listed = set(self.env.agents)
+        for agent in listed - self._known:
+            raise ValueError(
+                f"{self.name} has {agent} in its agents, and not in its possible_agents; list everybody there may ever "
+                "be."
+            )
+        return listed
 
     def _space(self, group: str, num: int) -> spaces.Dict:
         reward = spaces.Box(-np.inf, np.inf, (num,), np.float64)
@@ -121,7 +135,7 @@ class Limited(BaseParallelWrapper):
     def step(self, actions: dict[Any, Any]) -> Any:
         """As the environment, until the limit."""
         self._count += 1
-        observation, reward, terminated, truncated, infos = self.env.step(actions)
+        observation, reward, terminated, truncated, infos = complete(self.env.step(actions), "step", name_of(self.env))
         if self._count >= self._most:
             truncated = dict.fromkeys([*actions, *self.env.agents], True)  # also who just came
         return observation, reward, terminated, truncated, infos
@@ -141,12 +155,35 @@ class Repeated(BaseParallelWrapper):
             listed = set(self.env.agents) - {a for a in actions if terminated.get(a) or truncated.get(a)}
             if not listed or not listed <= actions.keys():
                 break
-            found, gained, *rest = self.env.step({a: x for a, x in actions.items() if a in listed})
+            answer = self.env.step({a: x for a, x in actions.items() if a in listed})
+            found, gained, *rest = complete(answer, "step", name_of(self.env))
             told = listed | set(self.env.agents) - actions.keys()  # nothing changes for who has left
             reward |= {a: reward.get(a, 0.0) + float(r) for a, r in gained.items() if a in told}
             for whole, new in zip((observation, terminated, truncated, infos), (found, *rest), strict=True):
                 whole |= {a: x for a, x in new.items() if a in told}
         return observation, reward, terminated, truncated, infos
+
+
+def name_of(env: Any) -> str:
+    """What errors call a ParallelEnv."""
+    return str(getattr(env, "metadata", {}).get("name", type(env.unwrapped).__name__))
+
+
+def complete(answer: Any, method: str, name: str) -> Any:
+    """What `reset` or `step` returned; raises `ValueError` if it is not what PettingZoo asks for."""
+    wanted = _ANSWERS[method]
+    if not isinstance(answer, tuple) or len(answer) != len(wanted):
+        came = f"{len(answer)} values" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"{method}() must return {', '.join(wanted)}, and that of {name} returned {came}; return all "
+            "of them, each a dict by agent."
+        )
+    for what, x in zip(wanted, answer, strict=True):
+        if not isinstance(x, Mapping):
+            raise ValueError(
+                f"{method}() of {name} gave {what} as a {type(x).__name__}; give a dict with an entry for each agent."
+            )
+    return answer
 
 
 def groups_of(env: Any, name: str, given: Mapping[str, Sequence[Any]] | None = None) -> Groups:

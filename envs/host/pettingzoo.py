@@ -45,7 +45,8 @@ class PettingZoo(Gymnasium):
       ValueError: if the environment cannot be made or is none for several agents at a time; if groups are wrong; if an
         observation is none of Box, Discrete, MultiBinary, and Dict and Tuple of these; if an action is none of Box,
         Discrete, MultiDiscrete and Tuple of Discrete; or if options are given with a function. While it plays, if an
-        agent that has to act gets no observation, or a mask that allows nothing.
+        agent that has to act gets no observation, or a mask that allows nothing, if `reset` or `step` returns anything
+        but dicts by agent, or if there is an agent who is not in `possible_agents`.
     """
 
     def __init__(

@@ -517,7 +517,7 @@ def test_observations_of_two_levels_are_refused_with_what_to_do(cls):
 
 
 def test_policies_are_for_many_agents_and_need_their_own_values():
-    with pytest.raises(ValueError, match="IPPO needs an environment with groups of agents, and cartpole has one agent"):
+    with pytest.raises(ValueError, match="of agents, and cartpole has one agent; use algo=ppo"):
         make(IPPO, 0, spec=CartPole().spec)
     for config in ({"shared": True}, {"recurrent": 4}):
         with pytest.raises(ValueError, match="values of a of arena see what its policy does not, and need an encoder"):

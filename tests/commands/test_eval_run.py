@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchpod as tp
 from torchpod import checkpoint, random
 from torchpod.anakin import EVAL_STREAM
 from torchpod.checkpoint import CheckpointError
@@ -80,6 +81,32 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     execute(load([*SMALL, f"total_env_steps={STEPS}", f"run_dir={folder}"]))
     return folder
+
+
+@pytest.mark.parametrize("settings", [PPO, (*DQN, "population=2")], ids=["one", "population"])
+def test_a_run_is_loaded_as_it_was_returned(tmp_path: Path, settings):
+    run = execute(load([*SMALL, *settings, f"total_env_steps={8 * STEPS}", f"run_dir={tmp_path}/run"]))
+    found = tp.load(str(run.dir))
+    assert (found.dir, found.summary, found.variables.keys()) == (run.dir, run.summary, run.variables.keys())
+    if "population=2" in settings:
+        member = tp.load(run.dir / "members" / "1")
+        run.variables = {name: x[1] for name, x in run.variables.items()}
+        assert member.summary["eval_return"] == run.summary["members"][1]
+        found = member
+    for name, x in run.variables.items():
+        torch.testing.assert_close(found.variables[name], x, rtol=0, atol=0)
+    keys = random.split(random.key(0), 3)
+    timestep = tp.make_env("cartpole").init(keys)[1]
+    (a, _), (b, _) = (each.policy.act(timestep, (), keys, explore=False) for each in (run, found))
+    assert torch.equal(a.action, b.action)
+
+
+def test_a_run_of_an_object_is_loaded_with_it(tmp_path: Path):
+    settings = [*SMALL[2:], f"total_env_steps={STEPS}", f"run_dir={tmp_path}/run"]
+    run = tp.train(env=CartPole(max_episode_steps=30), overrides=settings)
+    with pytest.raises(ConfigError, match=r"was a Python object.*torchpod\.load\(RUN, env=\.\.\.\)"):
+        tp.load(run.dir)
+    assert tp.load(run.dir, env=CartPole()).variables.keys() == run.variables.keys()
 
 
 @pytest.mark.parametrize(("option", "name"), [("episode", "x.npz"), ("video", "x.gif")])

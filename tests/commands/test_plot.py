@@ -131,6 +131,25 @@ def test_members_with_values_of_their_own_are_lines_by_these(tmp_path, drawn):
     }
 
 
+def test_a_value_of_a_member_takes_the_place_of_the_setting_beside_another_run(tmp_path, drawn):
+    members = ("population=2", "+members.clip=[0.1,0.3]", "+members.learning_rate=[0.01,0.02]")
+    population = trained(tmp_path / "ppo_cartpole" / "a", *members, values=[[1.0, 3.0], [4.0, 6.0]])
+    plot([population, trained(tmp_path / "ppo_cartpole" / "b")], tmp_path / "curve.png")
+    assert list(drawn) == [
+        "ppo_cartpole clip=0.1 learning_rate=0.01",
+        "ppo_cartpole clip=0.3 learning_rate=0.02",
+        "ppo_cartpole clip=0.2 learning_rate=0.00025",
+    ]
+
+
+def test_evaluations_that_there_were_not_are_refused_with_the_setting(tmp_path):
+    run = make_run(tmp_path / "x" / "run", [1.0])
+    with pytest.raises(
+        ValueError, match=r"has no metric eval_return; it has episode_return\. Train with evaluation\.ev"
+    ):
+        plot([run], tmp_path / "curve.png", metric="eval_return")
+
+
 def test_a_member_that_was_trained_on_is_a_line_of_its_own(tmp_path, drawn):
     population = make_run(tmp_path / "x" / "run", [[1.0, 2.0], [2.0, 3.0]])
     members = [make_run(population / "members" / str(p), [5.0, 6.0]) for p in range(2)]

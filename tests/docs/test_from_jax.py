@@ -48,8 +48,3 @@ def test_the_commands_and_environments_exist():
     (row,) = re.findall(r"^\| gymnax's .*\| (.*), \.\.\. \(\[all\]", TEXT, re.MULTILINE)
     names = [name.removeprefix("env=") for name in re.findall(r"`([\w=]+)`", row)]
     assert len(names) == 6 and set(names) <= set(envs.MAKERS)
-
-
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert links and [link for link in links if not (PAGE.parent / link).exists()] == []

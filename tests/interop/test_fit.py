@@ -52,7 +52,7 @@ from tests.interop.actors import (
     q_critic,
 )
 from torchpod import random
-from torchpod.agent import variables_of
+from torchpod.agent import bind, variables_of
 from torchpod.algos.torchrl import (
     TorchRLConfig,
     torchrl_agent,
@@ -62,8 +62,9 @@ from torchpod.envs.classic.pendulum import Pendulum
 from torchpod.interop.torchrl import LossAgent
 from torchpod.learner import Learner, LearnerConfig
 from torchpod.rollout import make_step, start, unroll
-from torchpod.specs import Array, Box, Discrete
+from torchpod.specs import Array, Box, Discrete, EnvSpec
 from torchpod.testing import check_agent
+from torchpod.types import MID, TimeStep
 
 ONE = Bounded(-1.0, 1.0, (1,))
 
@@ -715,3 +716,17 @@ def test_a_loss_may_be_handed_to_a_second_agent():
     actor = categorical()
     loss = ClipPPOLoss(actor, critic(), normalize_advantage=True)
     assert [LossAgent(actor, loss, spec=SPEC).standardise for _ in range(2)] == [("advantage",)] * 2
+
+
+@pytest.mark.parametrize("loss", ["ClipPPOLoss", "SACLoss", "TD3Loss"])
+def test_an_actor_of_continuous_actions_reads_the_parts_of_a_dict(loss):
+    spec = EnvSpec("dock", {"place": Array((2,)), "fuel": Array((1,))}, Box((2,), -1.0, 1.0))
+    agent = torchrl_agent(spec, TorchRLConfig(loss, hidden=(8,)))
+    params, buffers = variables_of(agent)
+    parts = {"place": torch.randn(5, 2), "fuel": torch.randn(5, 1)}
+    key, actions = random.split(random.key(0), 5), []
+    for fuel in (parts["fuel"], parts["fuel"] + 1):
+        timestep = TimeStep(torch.full((5,), MID), torch.zeros(5), torch.ones(5), parts | {"fuel": fuel}, {})
+        output, _ = bind(agent, params | buffers).act(timestep, (), key, explore=False)
+        actions.append(output.action)
+    assert actions[0].shape == (5, 2) and not torch.equal(*actions)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchpod.compile import Compiler
+from torchpod.compile import CompileError, Compiler
 from torchpod.kernels import cpu_memory, inductor
 
 
@@ -207,3 +207,28 @@ def test_a_program_may_be_called_with_more_threads_than_it_was_compiled_with(mon
     assert done.returncode == 0, done.stderr
     error, count = done.stdout.split()
     assert float(error) < 1e-4 and count == "5"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.from_numpy(x.numpy()) * 2,
+        lambda x: torch.from_numpy(np.asarray(x.detach())),
+        lambda x: torch.as_tensor(np.where(x > 0, 1.0, 0.0)),
+        lambda x: x * float(np.linalg.norm(x)),
+        lambda x: torch.as_tensor(np.from_dlpack(x)),
+    ],
+)
+def test_numpy_cannot_read_what_is_traced(fn):
+    """It would read memory that nobody has written."""
+    told = (
+        r"test_inductor\.py:\d+, `lambda x: .*`, does not compile \(NumPy cannot read .*\); use torch's operators, or"
+    )
+    with pytest.raises(CompileError, match=told):
+        Compiler(True)(fn)(torch.randn(3))
+    assert fn(torch.randn(3)).shape == (3,) and np.asarray(torch.ones(2)).sum() == 2  # as before
+
+
+def test_numbers_that_are_no_arguments_may_be_numpys():
+    table = np.arange(3.0, dtype=np.float32)
+    assert Compiler(True)(lambda x: x + torch.from_numpy(table))(torch.ones(3)).tolist() == [1.0, 2.0, 3.0]

@@ -141,6 +141,6 @@ def test_a_torso_is_for_the_one_thing_that_the_policy_sees():
 
 @pytest.mark.parametrize("sizes", [[0], [8, 0], [-3]])
 def test_a_layer_without_units_is_refused(sizes: list[int]):
-    with pytest.raises(ValueError, match=re.escape(f"hidden={sizes} must be at least 1 each.")):
+    with pytest.raises(ValueError, match=f"hidden has a layer of {min(sizes)} units, and must be at least 1 each."):
         MLP(3, sizes)
     assert MLP(3, []).out_features == 3

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -331,7 +332,7 @@ def test_a_run_on_an_own_environment_goes_on_from_any_folder(tmp_path: Path, mon
     assert execute(load(more)).summary["env_steps"] > 0
     (tmp_path / "one" / "my_env.py").rename(tmp_path / "moved" / "my_env.py")
     more[1] = f"total_env_steps={3 * ITERATION}"
-    with pytest.raises(ConfigError, match=r"give PATH\.py:MyEnv with where it is now"):
+    with pytest.raises(ConfigError, match=r"give env=path/to/file\.py:Class with where it is\."):
         execute(load(more))
     execute(load([*more, "env=../moved/my_env.py:MyEnv"]))
 
@@ -606,6 +607,28 @@ class TestPopulation:
         execute(load([*sac, "+members.learning_rate.policy=[0,1e-2]", f"run_dir={tmp_path / 'p'}"]))
         rates = {name: x.tolist() for name, x in state(tmp_path / "p").items() if "learning_rate" in name}
         assert [x for name, x in rates.items() if "policy" in name] == [[0.0, pytest.approx(1e-2)]], rates
+
+    def test_members_of_policies_differ_in_settings_of_one_and_in_its_learning_rate(self, tmp_path: Path):
+        tag = ["algo=ippo", "env=tag_gridworld", "population=2", "num_envs=4", "algo.unroll_length=8"]
+        tag += ["total_env_steps=32", "env.max_episode_steps=8", "compile=false", "logger.console=false"]
+        tag += ["evaluation.episodes=1", "algo.agent.policies={runner:{train:false}}"]
+        execute(load([*tag, "+members.learning_rate.tagger=[0,1e-2]", f"run_dir={tmp_path / 'p'}"]))
+        rates = [x.tolist() for name, x in state(tmp_path / "p").items() if "learning_rate" in name]
+        assert rates == [[0.0, pytest.approx(1e-2)]]
+        policies = "members.policies.tagger.clip, members.policies.runner.clip"
+        for name, message in (
+            ("clip", f"members.clip is a setting of each policy; write {policies}."),
+            ("policies.runner.value.bias", "members.policies.runner.value.bias is no setting; "),
+            ("policies.runner.return_moments.mean", "members.policies.runner.return_moments.mean is no setting; "),
+            ("learning_rate.runner", "members.learning_rate.runner is no setting; did you mean learning_rate"),
+        ):
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                execute(load([*tag, "algo.agent.normalize_reward=true", f"+members.{name}=[0.1,0.2]"]))
+        both = {"learning_rate": (0.1, 0.2), "learning_rate.tagger": (0.1, 0.2)}
+        with pytest.raises(
+            ConfigError, match=r"members.learning_rate and members.learning_rate.tagger are one rate; l"
+        ):
+            execute(replace(load(tag), members=both))
 
     def test_python_takes_members_as_a_dict(self, tmp_path: Path):
         overrides = ["env.max_episode_steps=20", "algo.unroll_length=16", "algo.agent.hidden=[8]"]

@@ -1,5 +1,6 @@
 """Policies that begin as those of another run, and the files in which they lie."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -166,6 +167,18 @@ def test_separate_policies_and_their_schedules_go_on_to_the_bit(loop: tuple[str,
     assert scores["policies"].keys() == {"fast", "slow"} and 0 <= scores["episode"]["tag_rate"] <= 1
     parts = [scores["policies"][name]["mean"] for name in ("fast", "slow", "slow")]
     assert sum(parts) / 3 == pytest.approx(scores["groups"]["runner"]["mean"], rel=1e-5)
+
+
+def test_the_last_line_tells_policies_from_groups_that_are_called_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    names = "algo.agent.policies={runner:[0,1],tagger:[2,3,4]}"
+    assert main(["train", *SETTINGS, names, f"total_env_steps={STEPS}", f"run_dir={tmp_path / 'run'}"]) == 0
+    score = json.loads((tmp_path / "run/summary.json").read_text())["eval_return"]
+    assert set(score["groups"]) == set(score["policies"]) == {"tagger", "runner"}
+    groups, policies = ([f"{k} {x['mean']:.1f}" for k, x in score[kind].items()] for kind in ("groups", "policies"))
+    told = ", ".join([*groups, *(f"policy {x}" for x in policies)])
+    assert f", 1 episodes: {told}) after " in capsys.readouterr().out
 
 
 def test_the_learning_rate_of_a_policy_has_a_schedule_of_its_own(tmp_path: Path):

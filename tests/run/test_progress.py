@@ -95,7 +95,7 @@ def test_the_return_of_the_newest_evaluation_stays_on_the_line():
     ):
         sink.write(row(1, **own))  # an evaluation has a row of its own
         clock.now += 10
-    assert [x.count("return 7.5  greedy 9.5 (red 4, a 1)  ") for x in out.getvalue().splitlines()] == [0, 1]
+    assert [x.count("return 7.5  greedy 9.5 (red 4, policy a 1)  ") for x in out.getvalue().splitlines()] == [0, 1]
     assert "greedy" not in out.getvalue().splitlines()[0]
 
 
@@ -104,6 +104,13 @@ def test_groups_of_agents_have_a_return_each():
     sink.write(row(1, episode_return=0.5, **{"episode_return/red": -2.0, "episode_return/blue": 2.5}))
     sink.close()
     assert "return 0.5 (red -2, blue 2.5)  " in out.getvalue()
+
+
+def test_a_policy_named_like_a_group_of_others_is_told_apart():
+    sink, out, _ = console(1000)
+    sink.write(row(1, episode_return=0.5, **{"episode_return/red": -2.0, "red/episode_return": 1.5}))
+    sink.close()
+    assert "return 0.5 (red -2, policy red 1.5)  " in out.getvalue()
 
 
 def test_a_population_without_a_return_shows_a_dash():

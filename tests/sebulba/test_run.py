@@ -194,7 +194,9 @@ def test_the_first_row_counts_no_compilation_as_time_of_the_actors(monkeypatch):
 @pytest.mark.parametrize(
     ("env", "advice"),
     [
-        (["env=corridor.py:Corridor"], "set env.processes=true"),
+        (["env=corridor.py:Corridor"], "set +env.processes=true"),
+        (["env=corridor.py:Corridor", "+env.transforms=[reward_clip]"], "set +env.processes=true"),
+        (["env=gymnasium"], "set env.processes=true"),
         (["env=envpool", "env.task=CartPole-v1"], "raise env.num_threads"),
         (["env=envpool", "env.task=CartPole-v1", "env.num_threads=2"], "they have a thread for every core"),
         (["env=envpool", "env.task=CartPole-v1", "+env.transforms=[reward_clip]"], "raise env.num_threads"),

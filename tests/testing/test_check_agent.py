@@ -154,6 +154,31 @@ class Late(Small):
         return super().loss(batch, keys, target)._replace(priority=batch.steps["weight"])
 
 
+class Unmasked(Late):
+    """Learns from all rows of windows, resets too."""
+
+    def prepare(self, trajectory, keys):
+        steps = Small.prepare(self, trajectory, keys).steps
+        return Batch({name: torch.ones_like(x[:1]) if name == "weight" else x[:1] for name, x in steps.items()})
+
+
+class Adapts(Small):
+    """Changes a hyperparameter of its own."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.hyperparameter("beta", 1.0)
+        self.in_place = in_place
+
+    def loss(self, batch, keys, target):
+        out = super().loss(batch, keys, target)
+        if self.in_place:
+            self.beta.mul_(2.0)
+        else:
+            self.beta = self.beta * 2.0
+        return out
+
+
 class Urges(Late):
     """As `Late`, but that its priorities are those of steps."""
 
@@ -450,6 +475,19 @@ def coupled_gradient(agent, out, batch):
             loss_with(lambda a, o, b: o._replace(priority=b.steps["weight"][:3])),
             "LossOutput.priority must have one entry per row, 256 here; it has the shape [3].",
         ),
+        (Unmasked, "Batch.steps['weight'] must be 0 at LAST"),
+        (
+            lambda: Adapts(False),
+            "loss() must not change self.beta: that is lost after the call. loss() returns the new va",
+        ),
+        (
+            lambda: Adapts(True),
+            "loss() must not change self.beta: that is lost after the call. loss() returns the new va",
+        ),
+        (
+            loss_with(lambda a, o, b: o._replace(loss={name: x.detach() for name, x in o.loss.items()})),
+            "loss() depends on no parameter: something in it is detached.",
+        ),
         (Urges, "LossOutput.priority must have one entry per window of replay, 240 here; it has the shape [720]."),
         (
             loss_with(lambda a, o, b: o._replace(loss={**o.loss, "actor": o.loss["actor"] + torch.rand(())})),
@@ -645,3 +683,10 @@ def test_a_mask_of_several_choices_is_kept_to():
     check_agent(PPO(env.spec, PPOConfig(hidden=(8,))), env, compile=False)
     with pytest.raises(ContractError, match="action must be one that the action_mask allows"):
         check_agent(Careless(env.spec, PPOConfig(hidden=(8,))), env, compile=False)
+
+
+def test_resets_are_tested_where_no_episode_ends():
+    forgetful = prepare_with(lambda steps: steps | {"weight": torch.ones_like(steps["weight"])})
+    with pytest.raises(ContractError, match=r"Batch.steps\['weight'\] must be 0 at LAST"):
+        check_agent(forgetful(), Catch(rows=4, columns=3), unroll_length=2, quick=True)
+    check_agent(Small(), Catch(rows=4, columns=3), unroll_length=2, quick=True)

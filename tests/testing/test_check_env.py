@@ -1,14 +1,22 @@
 """check_env passes what keeps the contract, and names the rule that each broken environment breaks."""
 
 import dataclasses
+import inspect
 import re
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchpod import random
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.env import HostEnv, TensorEnv
+from torchpod.envs.transforms import RewardClip
+from torchpod.run.checks import check_users_env
 from torchpod.specs import HOST, Array, Box, Discrete, EnvSpec, MultiDiscrete, Traits
 from torchpod.testing import ContractError, check_env, probes
 from torchpod.types import FIRST, LAST, MID
@@ -22,7 +30,7 @@ class Walk(TensorEnv):
     def __init__(self):
         self.spec = EnvSpec("walk", {"place": Box((1,), -9.0, 9.0)}, Box((1,), -1.0, 1.0), 5)
 
-    def reset(self, keys):
+    def reset(self, keys) -> Any:
         return random.uniform(keys, 1, -1.0, 1.0)
 
     def transition(self, state, action, keys):
@@ -35,7 +43,8 @@ class Walk(TensorEnv):
 
 def second_line(cls):
     """Of its transition, where the faulty ones have their fault."""
-    return f"test_check_env.py, line {cls.transition.__code__.co_firstlineno + 1}"
+    text = inspect.getsource(cls.transition).splitlines()[1].strip()
+    return f"test_check_env.py, line {cls.transition.__code__.co_firstlineno + 1}: `{text}`"
 
 
 class Broken(Walk):
@@ -167,8 +176,73 @@ class Untimed(Walk):
 
 
 class WritesState(Walk):
+    def reset(self, keys):
+        return {"place": (super().reset(keys),)}
+
     def transition(self, state, action, keys):
-        return super().transition(state.add_(0.1), action, keys)
+        place, reward, terminated = super().transition(state["place"][0].add_(0.1), action, keys)
+        return {"place": (place,)}, reward, terminated
+
+    def observe(self, state):
+        return {"place": state["place"][0]}
+
+
+class ObserveWritesState(Walk):
+    def observe(self, state):
+        return {"place": state.mul_(0.5)}
+
+
+class WritesStateAtTheEnd(Walk):
+    def transition(self, state, action, keys):
+        state[state > 0.9] = 0.9
+        return super().transition(state, action, keys)
+
+
+class StateBecomes(Walk):
+    """What `first` makes of a place is the state that reset returns, what `then` makes that of transition."""
+
+    first = then = staticmethod(lambda place: place)
+
+    @classmethod
+    def of(cls, first, then):
+        return type("StateBecomes", (cls,), {"first": staticmethod(first), "then": staticmethod(then)})
+
+    def reset(self, keys):
+        return self.first(super().reset(keys))
+
+    def transition(self, state, action, keys):
+        place, reward, terminated = super().transition(self.observe(state)["place"], action, keys)
+        return self.then(place), reward, terminated
+
+    def observe(self, state):
+        return {"place": pytree.tree_leaves(state)[0].float()[:, :1]}
+
+
+class Place(NamedTuple):
+    x: Tensor
+
+
+OTHER_STATES = [
+    (
+        (lambda s: s, lambda s: {"x": s}),
+        "transition() must return a state like reset()'s, torch.float32 [8, 1]; it returned {'x': torch.float32 [8, 1]",
+    ),
+    (
+        (lambda s: {"x": s}, lambda s: {"x": s, "y": (s,)}),
+        "{'x': torch.float32 [8, 1]}; it returned {'x': torch.float32 [8, 1], 'y': (torch.float32 [8, 1])}.",
+    ),
+    ((lambda s: (s, s), lambda s: (s,)), "(torch.float32 [8, 1], torch.float32 [8, 1]); it returned (torch.float32 [8"),
+    ((lambda s: (s,), lambda s: [s]), "(torch.float32 [8, 1]); it returned [torch.float32 [8, 1]]."),
+    ((Place, lambda s: (s,)), "Place(.x: torch.float32 [8, 1]); it returned (torch.float32 [8, 1])."),
+    ((lambda s: s.repeat(1, 2), lambda s: s.repeat(1, 3)), "torch.float32 [8, 2]; it returned torch.float32 [8, 3]."),
+    ((Tensor.int, lambda s: s), "torch.int32 [8, 1]; it returned torch.float32 [8, 1]."),
+    ((lambda s: {"x": s}, lambda s: {"x": None}), "{'x': torch.float32 [8, 1]}; it returned {'x': NoneType}."),
+]
+
+
+class RestartsOtherwise(Walk):
+    def restart(self, state, keys):
+        return ()
 
 
 class ReusesBuffer(HostEnv):
@@ -306,6 +380,30 @@ class NotVmappable(Walk):
         return super().transition(state, action, keys)
 
 
+class UsesNumPy(Walk):
+    traits = Traits()
+
+    def transition(self, state, action, keys):
+        moved = torch.from_numpy(np.clip(state.numpy(), -1, 1))
+        return super().transition(moved, action, keys)
+
+
+def differentiable(cls):
+    env = cls()
+    env.traits = Traits(differentiable=True)
+    return env
+
+
+class TakesOneNumber(Walk):
+    def transition(self, state, action, keys):
+        return super().transition(state + state.item(), action, keys)
+
+
+class TakesAFloat(Walk):
+    def transition(self, state, action, keys):
+        return super().transition(state + float(state), action, keys)
+
+
 class Branches(Walk):
     def transition(self, state, action, keys):
         if bool((state > 1000).any()):
@@ -398,13 +496,29 @@ class NoTraits(Walk):
         (ResetsAtOnce, "step() must return FIRST only after LAST."),
         (NeverTruncates, "step() must return LAST after spec.max_episode_steps=5 steps, with discount 1"),
         (Untimed, "LAST with a discount above 0 means truncation, which comes only after spec.max_episode_steps=None"),
-        (WritesState, "step() must not modify its arguments; it changed (state, action, keys)[0][0]."),
+        (
+            WritesState,
+            "step() must not modify its arguments; transition() changed state['place'][0]: make a new tensor, x = ",
+        ),
+        (ObserveWritesState, "step() must not modify its arguments; observe() changed state:"),
+        (WritesStateAtTheEnd, "step() must not modify its arguments; it changed state[0]:"),
+        *((StateBecomes.of(*case), rule) for case, rule in OTHER_STATES),
+        (RestartsOtherwise, "restart() must return a state like reset()'s, torch.float32 [8, 1]; it returned ()."),
+        (
+            lambda: differentiable(UsesNumPy),
+            f"UsesNumPy.transition hands a tensor's memory to NumPy, or the like ({second_line(UsesNumPy)})",
+        ),
+        (lambda: RewardClip(UsesNumPy()), "UsesNumPy.transition hands a tensor's memory to NumPy"),
+        (
+            lambda: RewardClip(StateBecomes.of(lambda s: s, lambda s: {"x": s})()),
+            "transition() must return a state like reset()'s, torch.float32 [8, 1]; it returned {'x': torch.float32 [8",
+        ),
         (lambda: ReusesBuffer(Walk()), "step() must return new tensors; it wrote into timestep.observation['place']"),
         (
             lambda: ReusesBuffers(Walk()),
             "step() must return new tensors; it wrote into timestep.observation['place'] of step 0, which it had",
         ),
-        (lambda: WritesAction(Walk()), "step() must not modify its arguments; it changed (state, action, keys)[1]."),
+        (lambda: WritesAction(Walk()), "step() must not modify its arguments; it changed action:"),
         (GlobalGenerator, "step() must be a function of state, action and keys; two equal calls differ in"),
         (RandomInit, "init() must be a function of its keys; two equal calls differ in"),
         (Counts, "step() must be a function of state, action and keys; two equal calls differ in"),
@@ -420,6 +534,20 @@ class NoTraits(Walk):
         (NotDifferentiable, "The trait `differentiable` promises gradients from reward and observation to state"),
         (InfiniteGradient, "state and action; they are not finite."),
         (NotVmappable, "The trait `vmappable` promises that torch.vmap(env.step) works; it raised"),
+        (NotVmappable, f"({second_line(NotVmappable)})."),
+        (
+            UsesNumPy,
+            f"UsesNumPy.transition hands a tensor's memory to NumPy, or the like ({second_line(UsesNumPy)}); use "
+            "torch's operators in place of NumPy's",
+        ),
+        (
+            TakesOneNumber,
+            f"TakesOneNumber.transition takes a number out of a tensor ({second_line(TakesOneNumber)}); keep it",
+        ),
+        (
+            TakesAFloat,
+            f"TakesAFloat.transition takes a number out of a tensor ({second_line(TakesAFloat)}); keep it a tensor",
+        ),
         (Branches, f"Branches.transition branches on a tensor ({second_line(Branches)}); use torch.where."),
         (
             BranchesOnMany,
@@ -440,6 +568,25 @@ class NoTraits(Walk):
 def test_a_broken_environment_is_named(make, rule):
     with pytest.raises(ContractError, match=re.escape(rule)):
         check_env(make(), compile=False)
+
+
+class Casts(StateBecomes):
+    """Its next state is narrower than its first, and a row of either makes a row of the first."""
+
+    first, then = staticmethod(Tensor.double), staticmethod(lambda place: place)
+
+
+def test_a_state_may_be_what_the_choice_between_two_makes_like_the_first():
+    check_env(Casts(), compile=False)
+
+
+def test_a_run_does_not_start_with_a_state_that_changes(tmp_path):
+    config = load([f"run_dir={tmp_path / 'run'}"])
+    told = (
+        r"^env=cartpole breaks the contract: transition\(\) must return a state like reset\(\)'s, torch\.\S+ \[4, 1\];"
+    )
+    with pytest.raises(ConfigError, match=told):
+        check_users_env(StateBecomes.of(lambda s: s, lambda s: {"x": s})(), config, torch.device("cpu"))
 
 
 class View(Walk):
@@ -679,7 +826,9 @@ def test_a_method_that_is_missing_is_named(method):
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_specs_that_no_environment_can_have_are_refused(limit):
-    with pytest.raises(ValueError, match=f"max_episode_steps={limit} of walk must be at least 1, or None"):
+    with pytest.raises(
+        ValueError, match=f"max_episode_steps={limit} of walk must be an integer of at least 1, or None"
+    ):
         EnvSpec("walk", Box((1,)), Discrete(2), limit)
     with pytest.raises(ValueError, match=f"at least one value, not num_values={limit}"):
         Discrete(limit)

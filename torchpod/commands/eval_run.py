@@ -1,8 +1,9 @@
-"""Evaluates a run folder: the weights of its newest checkpoint, on fresh episodes."""
+"""A run folder, loaded or evaluated: the weights of its newest checkpoint, on fresh episodes."""
 
 import json
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +23,45 @@ from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
 from torchpod.recording import check_recording, record_episode, save_recording
 from torchpod.replay.learning import iterations_before
+from torchpod.run.execute import Run
 from torchpod.run.folder import changed_sources, read_config
 from torchpod.run.summary import each, eval_returns, unfinished
 from torchpod.video import check_video, record
 from torchpod.watched import close_all, watched
+
+
+def load(run_dir: Path | str, *, env: Env | None = None) -> Run:
+    """A run as `train` returned it, on the CPU, at its newest checkpoint; its summary is empty before it is finished.
+
+    The member p of a finished population is `load("RUN/members/p")`.
+
+    Args:
+      run_dir: the run folder.
+      env: of a run that was trained with an object, once more.
+
+    Raises:
+      CheckpointError: if the folder is no run, or its checkpoint is damaged or does not fit.
+      ConfigError: if its agent or environment cannot be made.
+    """
+    run_dir = Path(run_dir)
+    config, folder = read_config(run_dir), checkpoint.latest(run_dir)
+    weights = checkpoint.load_weights(folder)
+    if changed := changed_sources(checkpoint.read_meta(folder), config):
+        told = f"{run_dir} was trained with other {', '.join(changed)}, and is loaded with what is there now."
+        warnings.warn(told, stacklevel=2)
+    made = make_env(config.env) if env is None else env
+    try:
+        agent = make_agent(config.algo, made.spec)()
+    finally:
+        if env is None:
+            close_all([made])
+    summary = run_dir / "summary.json"
+    return Run(
+        run_dir,
+        json.loads(summary.read_text()) if summary.is_file() else {},
+        agent,
+        _fitting(run_dir, config, agent, weights, folder),
+    )
 
 
 def eval_run(
@@ -92,16 +128,7 @@ def eval_run(
         if episode is not None:
             require_writable("--episode", episode)
         agent = make_agent(config.algo, env.spec)()
-        lead = () if config.population == 1 else (config.population,)
-        here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
-        there = {name: tuple(x.shape) for name, x in weights.items()}
-        if differ := [name for name in here | there if here.get(name) != there.get(name)]:
-            had, has = (list(shapes[differ[0]]) if differ[0] in shapes else "missing" for shapes in (there, here))
-            raise CheckpointError(
-                f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}: {differ[0]} is "
-                f"{had} there and {has} here; that file or a class of yours may have changed since: use the old one."
-            )
-        weights = acting_weights(config, agent, weights, int(folder.name))
+        weights = _fitting(run_dir, config, agent, weights, folder)
         if instead:
             agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
         where = torch.device(device if env.traits.pure else "cpu")
@@ -142,6 +169,20 @@ def eval_run(
     finally:
         torch.set_num_threads(threads)
         close_all([env])
+
+
+def _fitting(run_dir: Path, config: TrainConfig, agent: Agent, weights: Variables, folder: Path) -> Variables:
+    """What the run acts with, of the weights in `folder`; `CheckpointError` if they are not those of the agent."""
+    lead = () if config.population == 1 else (config.population,)
+    here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
+    there = {name: tuple(x.shape) for name, x in weights.items()}
+    if differ := [name for name in here | there if here.get(name) != there.get(name)]:
+        had, has = (list(shapes[differ[0]]) if differ[0] in shapes else "missing" for shapes in (there, here))
+        raise CheckpointError(
+            f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}: {differ[0]} is "
+            f"{had} there and {has} here; that file or a class of yours may have changed since: use the old one."
+        )
+    return acting_weights(config, agent, weights, int(folder.name))
 
 
 def acting_weights(config: TrainConfig, agent: Agent, weights: Variables, iteration: int) -> Variables:

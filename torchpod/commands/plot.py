@@ -150,16 +150,20 @@ def _curves(folder: Path, metric: str, config: Mapping[str, Any]) -> list[tuple[
     values = [(np.mean(row["env_steps"]), np.atleast_1d(row[metric])) for row in rows if metric in row]
     if not values:
         known = sorted({key for row in rows for key in row} - {"iteration", "env_steps"})
-        raise ValueError(f"{folder} has no metric {metric}; it has {', '.join(known) or 'no rows yet'}.")
+        repair = " Train with evaluation.every=N for evaluations on the way." if "eval_" in metric else ""
+        raise ValueError(f"{folder} has no metric {metric}; it has {', '.join(known) or 'no rows yet'}.{repair}")
     steps, table = np.array([s for s, _ in values], dtype=np.float64), np.stack([v for _, v in values])
     known = np.isfinite(table)
     if not known.any():
         raise ValueError(f"{folder} has no value of {metric} yet, as when no episode has ended; train it for longer.")
-    members = {f"members.{name}": column for name, column in (config.get("members") or {}).items()}
+    settings, members = dict(_settings(config)), config.get("members") or {}
+    # A member's value takes the place of the setting.
+    names = {own: [f"algo.agent.{own}", f"algo.learner.{own}", f"members.{own}"] for own in members}
+    members = {next((x for x in names[own] if x in settings), names[own][-1]): members[own] for own in members}
     curves = []
     for p in np.flatnonzero(known.any(0)):
-        own = {name: str(column[p]) for name, column in members.items() if len(column) == table.shape[1]}
-        curves.append((dict(_settings(config)) | own, (steps[known[:, p]], table[known[:, p], p])))
+        own = {name: json.dumps(column[p]) for name, column in members.items() if len(column) == table.shape[1]}
+        curves.append((settings | own, (steps[known[:, p]], table[known[:, p], p])))
     return curves
 
 

@@ -180,6 +180,8 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...,
 def where(error: Exception) -> str:
     """The line of a library or of the user's at which tracing ended, and the error."""
     frames, told = blame.frames(error), str(error).strip().split("\n")[0]
+    if isinstance(error, _NumPyError):  # not NumPy's own
+        frames = [frame for frame in frames if frame.is_users] or frames
     if not frames:
         return told
     return f"{frames[-1].code.co_filename}:{frames[-1].line}, `{frames[-1].text}`, does not compile ({told})"
@@ -188,7 +190,39 @@ def where(error: Exception) -> str:
 def _repair(error: Exception) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return "Python cannot branch on what a tensor holds: use torch.where, or run with compile=false"
+    if isinstance(error, _NumPyError):
+        return "use torch's operators, or run with compile=false"
     return "change it, or run with compile=false"
+
+
+class _NumPyError(RuntimeError):
+    """Someone handed a tensor that is being traced to NumPy, which would read memory that nobody has written."""
+
+
+@contextlib.contextmanager
+def _without_numpy() -> Iterator[None]:
+    """Refuses that. A TorchFunctionMode would do so too, and add half a second to the start of a run."""
+
+    def refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(x, FakeTensor) or cast(Any, torch)._is_functional_tensor(x) or is_functorch_wrapped_tensor(x):
+                raise _NumPyError("NumPy cannot read the tensors of a compiled program")
+            return method(x, *args, **kwargs)
+
+        return refuse
+
+    names = "numpy", "__array__", "__dlpack__"
+    before = {name: vars(Tensor).get(name) for name in names}
+    for name in names:
+        setattr(Tensor, name, refusing(getattr(Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            if method is None:  # inherited
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
 
 
 class Signature:
@@ -334,7 +368,7 @@ def trace(
 
     flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
-        with torch.no_grad(), mode:
+        with torch.no_grad(), mode, _without_numpy():
             table = select_decomp_table()
             try:
                 graph = make_fx(torch.func.functionalize(flat), table, _allow_non_fake_inputs=True)(*fakes)

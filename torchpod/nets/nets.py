@@ -49,7 +49,7 @@ class MLP(nn.Sequential):
 
     def __init__(self, in_features: int, sizes: Sequence[int], activation: str = "tanh") -> None:
         if min(sizes, default=1) < 1:
-            raise ValueError(f"hidden={list(sizes)} must be at least 1 each.")
+            raise ValueError(f"hidden has a layer of {min(sizes)} units, and must be at least 1 each.")
         layers: list[nn.Module] = []
         for size in sizes:
             layers += [orthogonal(nn.Linear(in_features, size)), make_activation(activation)]

@@ -31,27 +31,35 @@ def apply_members(state: RunState, config: TrainConfig) -> RunState:
     """Puts the per-member values of `members` into hyperparameters and learning rates."""
     learner = state.learner
     groups = learner.learning_rate
-    rates = {f"learning_rate.{group}" if len(groups) > 1 else "learning_rate": group for group in groups}
+    rates = {f"learning_rate.{group}": group for group in groups}
+    if len(groups) == 1:
+        rates["learning_rate"] = next(iter(groups))
+    lead = (config.population,) if config.population > 1 else ()
+    known = [name for name, x in learner.buffers.items() if x.shape == lead and x.dtype == torch.float32]
     schedules, bounds = config.algo.learner.schedules or {}, bounds_of(LearnerConfig)["learning_rate"]
     for name, values in config.members.items():
         scheduled = {name, "learning_rate", f"learning_rate.{rates[name]}"} if name in rates else {name}
         if scheduled & schedules.keys():
             raise ConfigError(f"members.{name} has a schedule, which is that of all members; leave one of them out.")
-        if name in learner.buffers:
+        if name in known:
             table, key = learner.buffers, name
         elif name in rates:
+            if name != "learning_rate" and len(groups) == 1 and "learning_rate" in config.members:
+                raise ConfigError(f"members.learning_rate and members.{name} are one rate; leave one of them out.")
             check_ranges({name: values}, {rates[name]: bounds, "learning_rate": bounds}, "members.")
             table, key = learner.learning_rate, rates[name]
         elif name == "learning_rate":
             named = ", ".join(f"members.{rate}" for rate in rates)
             raise ConfigError(f"members.learning_rate is of agents with one optimizer group; here there are {named}.")
+        elif name in config.algo.agent and (own := [f"members.{x}" for x in known if x.endswith(f".{name}")]):
+            raise ConfigError(f"members.{name} is a setting of each policy; write {', '.join(own)}.")
         elif name in config.algo.agent:
             raise ConfigError(
                 f"members.{name} is a setting of the agent, and cannot differ from member to member before its "
                 f"constructor says self.hyperparameter({name!r}, config.{name})."
             )
         else:
-            raise ConfigError(f"members.{name} is no setting; {nearest(name, [*learner.buffers, *rates])}")
+            raise ConfigError(f"members.{name} is no setting; {nearest(name, [*known, *rates])}")
         table[key] = torch.as_tensor(values, dtype=torch.float32, device=table[key].device)
         if config.population == 1:
             table[key] = table[key][0]

@@ -218,8 +218,9 @@ def _show_return(value: float | int | list[float]) -> str:
 
 def _show_parts(row: Row, name: str) -> str:
     """Of groups, and of policies that are none: the sum of all says nothing where one loses what another wins."""
-    parts = {key: key.removeprefix(f"{name}/").removesuffix(f"/{name}") for key in row}
-    told = [f"{part} {_shownumber(number(row[key]))}" for key, part in parts.items() if part != key]
+    parts = {key: key.removeprefix(f"{name}/") for key in row if key.startswith(f"{name}/")}
+    parts |= {key: f"policy {key.removesuffix(f'/{name}')}" for key in row if key.endswith(f"/{name}")}
+    told = [f"{part} {_shownumber(number(row[key]))}" for key, part in parts.items()]
     return f" ({', '.join(told)})" if told else ""
 
 

@@ -1,9 +1,10 @@
 """`check_agent`: calls every method of an agent as the loops do, and requires the contract of agent.py."""
 
+import contextlib
 import copy
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,7 +98,7 @@ def check_agent(
     params, buffers = variables_of(agent)
     params = _perturb(params, random.fold_in(root, 3))
     groups = _check_groups(agent)
-    acted = trajectory = _check_act(agent, env, params | buffers, env_keys, actor_keys, unroll_length)
+    acted = trajectory = _with_ends(_check_act(agent, env, params | buffers, env_keys, actor_keys, unroll_length))
     if agent.replayed:
         trajectory = _windows(agent, acted)
         keys = random.split(keys[0], trajectory.timestep.step_type.shape[1])
@@ -118,9 +119,13 @@ def check_agent(
             gradients |= torch.func.grad(lambda p, g=group: loss(own | p, batch, keys)[0][g])(part)
         return gradients
 
-    num_priorities = (keys if agent.replayed else minibatch.steps["weight"]).shape[0]
+    num_priorities = keys.shape[0] if agent.replayed else minibatch.steps["weight"].shape[-1]
     _check_loss(agent, groups, params, buffers, minibatch, num_priorities, keys[0], loss)
     _check_weights(agent, params, minibatch, keys, loss, gradient)
+    if not (agent.reuse_forward or agent.through_env):
+        own = {name: x.detach().requires_grad_() for name, x in params.items()}
+        learned = [name for name, x in loss(own, minibatch, keys[0])[0].items() if x.requires_grad]
+        require(bool(learned) or not groups, "loss() depends on no parameter: something in it is detached.")
     if quick:
         return
     if agent.recurrent:
@@ -214,6 +219,16 @@ def _check_groups(agent: Agent) -> dict[str, list[str]]:
     return groups
 
 
+def _with_ends(trajectory: Trajectory) -> Trajectory:
+    """With a reset in every other row where no episode has ended, so that what must hold there is tested."""
+    timestep, middle = trajectory.timestep, trajectory.timestep.step_type.shape[0] // 2 - 1
+    if (timestep.step_type == LAST).any():
+        return trajectory
+    step_type = timestep.step_type.clone()
+    step_type[middle, ::2], step_type[middle + 1, ::2] = LAST, FIRST
+    return trajectory._replace(timestep=timestep._replace(step_type=step_type))
+
+
 def _check_act(
     agent: Agent, env: Env, variables: Variables, env_keys: Tensor, actor_keys: Tensor, length: int
 ) -> Trajectory:
@@ -224,7 +239,7 @@ def _check_act(
     carry = start(agent, env, env_keys)
     bound, timestep, state = bind(agent, variables), carry.timestep, carry.actor_state
     arguments = clone((timestep, state, actor_keys))
-    result = bound.act(timestep, state, actor_keys)
+    result = _called(agent, "act()", variables, lambda: bound.act(timestep, state, actor_keys))
     require(
         isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], ActorOutput),
         "act() must return (ActorOutput, state).",
@@ -342,7 +357,7 @@ def _windows(agent: Agent, trajectory: Trajectory) -> Trajectory:
 
 def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, keys: Tensor) -> Batch:
     before = clone(trajectory)
-    batch = _called(agent, "prepare()", lambda: bind(agent, variables).prepare(trajectory, keys))
+    batch = _called(agent, "prepare()", variables, lambda: bind(agent, variables).prepare(trajectory, keys))
     require(isinstance(batch, Batch), f"prepare() must return a Batch; it returned a {type(batch).__name__}.")
     require(
         isinstance(batch.steps, dict) and "weight" in batch.steps,
@@ -360,13 +375,14 @@ def _check_prepare(agent: Agent, variables: Variables, trajectory: Trajectory, k
         )
     if agent.reuse_forward:
         _check_forward(trajectory.output.extras.get("forward", ()), batch.steps.get("forward", ()))
-    reset = trajectory.timestep.step_type[:length] == LAST
-    reset &= length >= num_steps  # of fewer rows nobody but the agent knows which steps they are
+    is_last = trajectory.timestep.step_type == LAST
+    # Of fewer rows than steps the agent alone knows which steps they are.
+    resets = [is_last[i : i + length] for i in range(max(1, num_steps - length + 1))]
     for name in weights_of(batch.steps):
         x = batch.steps[name]
         require((x >= 0).all() and x.isfinite().all(), f"Batch.steps[{name!r}] must be at least 0, and finite.")
         require(
-            (x[reset] == 0).all(),
+            any((x[reset] == 0).all() for reset in resets),
             f"Batch.steps[{name!r}] must be 0 at LAST: from there a reset leads to FIRST, and no transition.",
         )
     for name in agent.standardise:
@@ -442,7 +458,7 @@ def _check_loss(
     loss: Callable,
 ) -> None:
     before = clone(batch)
-    losses, out = _called(agent, "loss()", lambda: loss(params, batch, key))
+    losses, out = _called(agent, "loss()", params | buffers, lambda: loss(params, batch, key))
     require(
         set(losses) == set(groups),
         f"loss() must return one loss per name of optimizer_groups(), {sorted(groups)}; it returned {sorted(losses)}.",
@@ -565,10 +581,36 @@ def _works(how: str, name: str, call: Callable[[], Any]) -> Any:
         raise ContractError(f"{name} must work {how}; it raised {told}{instead}.") from error
 
 
-def _called(agent: Agent, name: str, call: Callable[[], Any]) -> Any:
-    """The first call of a method, which says where it fails."""
+@contextlib.contextmanager
+def _assigned() -> Iterator[list[str]]:
+    """Names of the parameters and buffers that modules assign meanwhile, on `self`."""
+    found, assign = [], nn.Module.__setattr__
+
+    def spy(self: nn.Module, name: str, value: Any) -> None:
+        if name in self._buffers or name in self._parameters:
+            found.append(name)
+        assign(self, name, value)
+
+    nn.Module.__setattr__ = spy
     try:
-        return call()
+        yield found
+    finally:
+        nn.Module.__setattr__ = assign
+
+
+def _called(agent: Agent, name: str, variables: Variables, call: Callable[[], Any]) -> Any:
+    """The first call of a method, which says where it fails, and must leave the variables to the learner."""
+    versions = {key: x._version for key, x in variables.items()}
+    try:
+        with _assigned() as changed:
+            result = call()
+        changed += [key for key, x in variables.items() if x._version != versions[key]]
+        require(
+            not changed,
+            f"{name} must not change self.{', self.'.join(dict.fromkeys(changed))}: that is lost after the call. "
+            "loss() returns the new value of a buffer, LossOutput(..., buffers={name: value}).",
+        )
+        return result
     except (ContractError, NotImplementedError, torch.OutOfMemoryError):
         raise
     except Exception as error:

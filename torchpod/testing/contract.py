@@ -11,11 +11,23 @@ from torchpod import blame
 from torchpod.specs import Box, Discrete, MultiDiscrete, SpecTree
 from torchpod.types import Tree
 
+_BRANCHES = ("branches on a tensor", "use torch.where")
+_TAKES_A_NUMBER = ("takes a number out of a tensor", "keep it a tensor")
+_LEAVES_TORCH = (
+    "hands a tensor's memory to NumPy, or the like",
+    "use torch's operators in place of NumPy's (a kernel of your own: as a torch.library.custom_op)",
+)
 _READS = {
-    "data-dependent control flow": ("branches on a tensor", "use torch.where"),
-    "Boolean value of Tensor with": ("branches on a tensor", "use torch.where"),
-    "Could not guard on data-dependent": ("branches on a tensor", "use torch.where"),
-    ".item() on a Tensor": ("takes a number out of a tensor", "keep it a tensor"),
+    "data-dependent control flow": _BRANCHES,
+    "Boolean value of Tensor with": _BRANCHES,
+    "Could not guard on data-dependent": _BRANCHES,
+    ".item() on a Tensor": _TAKES_A_NUMBER,
+    "cannot be converted to Scalar": _TAKES_A_NUMBER,
+    "can be converted to Python scalars": _TAKES_A_NUMBER,
+    "can be converted to an index": _TAKES_A_NUMBER,
+    "Cannot access data pointer": _LEAVES_TORCH,
+    "device type tensor to numpy": _LEAVES_TORCH,
+    "numpy() on Tensor that requires grad": _LEAVES_TORCH,
 }
 """What torch says where Python reads a tensor, which the code of a program cannot; what that is, and what to do."""
 
@@ -37,7 +49,7 @@ def require_no_reading(error: Exception) -> None:
     for said, (what, repair) in _READS.items():
         if said in str(error) and own:
             code, line = own[-1]
-            where = f"{Path(code.co_filename).name}, line {line}"
+            where = f"{Path(code.co_filename).name}, line {line}: `{own[-1].text}`"
             raise ContractError(f"{code.co_qualname} {what} ({where}); {repair}.") from error
 
 
@@ -65,6 +77,19 @@ def form(tree: Tree) -> tuple[Any, ...]:
     """Structure, shapes and dtypes: what must stay the same from step to step."""
     leaves, structure = pytree.tree_flatten(tree)
     return structure, *((tuple(x.shape), x.dtype) for x in leaves)
+
+
+def outline(tree: Tree) -> str:
+    """The same in words, such as `{'position': torch.float32 [8, 2]}`."""
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{key!r}: {outline(part)}" for key, part in tree.items()) + "}"
+    if type(tree) in (tuple, list):
+        inside = ", ".join(map(outline, tree))
+        return f"({inside})" if isinstance(tree, tuple) else f"[{inside}]"
+    if isinstance(tree, Tensor):
+        return f"{tree.dtype} {list(tree.shape)}" + ("" if tree.device.type == "cpu" else f" on {tree.device}")
+    inside = ", ".join(f"{name}: {outline(part)}" for name, part in named_leaves(tree, "") if part is not tree)
+    return type(tree).__name__ + (f"({inside})" if inside else "")
 
 
 def clone(tree: Tree) -> Tree:

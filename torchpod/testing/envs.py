@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from torchpod import random
 from torchpod.actions import closed_masks, lead_of, random_action
 from torchpod.compile import Compiler
-from torchpod.env import Env, TensorEnv
+from torchpod.env import Env, TensorEnv, where
 from torchpod.specs import EnvSpec, MultiDiscrete, Traits
+from torchpod.testing.agents import _raised
 from torchpod.testing.contract import (
     ContractError,
     attributes,
@@ -21,6 +22,7 @@ from torchpod.testing.contract import (
     difference,
     form,
     named_leaves,
+    outline,
     require,
     require_batched,
     require_no_reading,
@@ -85,9 +87,12 @@ def check_env(
         value = getattr(env, name, None)
         require(isinstance(value, kind), f"env.{name} must be of {kind.__name__}; it is {value!r}.")
     _check_groups(env.spec)
-    if isinstance(env, TensorEnv) and type(env).step is TensorEnv.step:
+    base: Any = env
+    while not isinstance(base, TensorEnv) and hasattr(base, "env"):
+        base = base.env  # of a transform
+    if isinstance(base, TensorEnv) and type(base).step is TensorEnv.step:
         keys = random.split(random.key(seed, device), num_envs)
-        _watched(env, lambda: _check_methods(env, keys))
+        _watched(env, lambda: _check_methods(base, keys))
     if num_steps is None:
         num_steps = min(env.spec.max_episode_steps or 200, 1000) + 2
     root = random.key(seed, device)
@@ -120,18 +125,51 @@ def _check_groups(spec: EnvSpec) -> None:
 
 def _check_methods(env: TensorEnv, keys: Tensor) -> None:
     """What a subclass writes, before its base makes more of it."""
-    state = env.reset(keys)
+
+    def called(name: str, **arguments: Tree) -> Any:
+        before = clone(arguments)
+        result = getattr(env, name)(*arguments.values())
+        _require_unwritten(f"{name}()", arguments, before)
+        return result
+
+    state = called("reset", keys=keys)
     _check_state(state, True, keys)
-    observation = env.observe(state)
+    observation = called("observe", state=state)
     _check_observation(env.spec, observation, keys.shape[0], keys.device)
-    result = env.transition(state, random_action(env.spec, observation, keys), keys)
+    called("extras", state=state)
+    _require_alike("restart", called("restart", state=state, keys=keys), state, keys)
+    action = random_action(env.spec, observation, keys)
+    result = called("transition", state=state, action=action, keys=keys)
     require(
         isinstance(result, tuple) and len(result) == 3,
         "transition() must return (state, reward, terminated); it returned "
         + (f"{len(result)} values." if isinstance(result, tuple) else f"a {type(result).__name__}."),
     )
+    _require_alike("transition", result[0], state, keys)
     _check_signal(env.spec, result[1], keys.shape[0], keys.device, "reward")
     require_tensor(result[2], (keys.shape[0],), torch.bool, keys.device, "terminated")
+
+
+def _require_alike(method: str, state: Tree, first: Tree, keys: Tensor) -> None:
+    """A step takes each row from the one or the other."""
+    none = torch.zeros(keys.shape[0], dtype=torch.bool, device=keys.device)
+    try:
+        alike = form(where(none, first, state)) == form(first)
+    except (RuntimeError, TypeError, ValueError):
+        alike = False
+    require(
+        alike,
+        f"{method}() must return a state like reset()'s, {outline(first)}; it returned {outline(state)}.",
+    )
+
+
+def _require_unwritten(who: str, arguments: dict[str, Tree], before: dict[str, Tree]) -> None:
+    for name in arguments:
+        changed = difference(arguments[name], before[name], name)
+        require(
+            changed is None,
+            f"step() must not modify its arguments; {who} changed {changed}: make a new tensor, x = x + y, not x += y.",
+        )
 
 
 def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> list[_Call]:
@@ -154,14 +192,13 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
     for i in range(1, num_steps + 1):
         keys = random.at(env_keys, i)
         action = random_action(spec, timestep.observation, random.at(action_keys, i))
-        arguments = state if pure else (), action, keys
+        arguments = {"state": state if pure else (), "action": action, "keys": keys}
         before, timestep_before = clone((arguments, timestep))
         if len(kept) < KEPT:
             kept.append((timestep, timestep_before))
         step = functools.partial(env.step, state, action, keys)
         new_state, new = _pair(_watched(env, step) if i == 1 else step(), "step")
-        changed = difference(arguments, before, "(state, action, keys)")
-        require(changed is None, f"step() must not modify its arguments; it changed {changed}.")
+        _require_unwritten("it", arguments, before)
         changed = difference(timestep, timestep_before, "timestep")
         require(
             changed is None,
@@ -176,7 +213,7 @@ def _play(env: Env, env_keys: Tensor, action_keys: Tensor, num_steps: int) -> li
         _check_transition(spec, was_last, count, new)
         is_last, is_reset = bool((new.step_type == LAST).any()), bool(was_last.any())
         if pure and (i in (1, num_steps) or (is_last and not seen_last) or (is_reset and not seen_reset)):
-            calls.append(_Call(before[0], before[1], before[2], was_last.clone(), clone((new_state, new))))
+            calls.append(_Call(**before, was_last=was_last.clone(), result=clone((new_state, new))))
         seen_last, seen_reset = seen_last or is_last, seen_reset or is_reset
         state, timestep = new_state, new
     for i, (early, early_before) in enumerate(kept):
@@ -226,8 +263,9 @@ def _watched(env: Env, call: Callable[[], Any]) -> Any:
     """Calls as `_compared` does, and says where code of the user's reads a tensor."""
     try:
         return _compared(env, call)
-    except RuntimeError as error:
-        require_no_reading(error)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if env.traits.pure:
+            require_no_reading(error)
         raise
 
 
@@ -458,7 +496,8 @@ def _check_gradients(env: Env, calls: list[_Call]) -> None:
         inputs = [x for x in leaves if x.requires_grad]
         with torch.enable_grad():
             state, action = pytree.tree_unflatten(leaves, structure)
-            _, timestep = env.step(state, action, call.keys)
+            arguments = state, action, call.keys
+            _, timestep = _promised("differentiable", "env.step with gradients", lambda a=arguments: env.step(*a))
             outputs = pytree.tree_leaves((timestep.reward, timestep.observation))
             outputs = [x.sum() for x in outputs if x.requires_grad]
         rule = "The trait `differentiable` promises gradients from reward and observation to state and action"
@@ -507,7 +546,6 @@ def _promised(trait: str, what: str, call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         require_no_reading(error)
-        message = str(error).strip().split("\n")[0]
         raise ContractError(
-            f"The trait `{trait}` promises that {what} works; it raised {type(error).__name__}: {message}"
+            f"The trait `{trait}` promises that {what} works; it raised {_raised(error)[0]}."
         ) from error

@@ -533,6 +533,70 @@ def test_somebody_without_a_reward_is_named():
         play(PettingZoo(Stingy), [([0, 0], [0]), ([0, 0], [0])])
 
 
+class Old(Leaving):
+    def reset(self, seed=None, options=None) -> Any:
+        return super().reset()[0]
+
+
+class OfGym(Leaving):
+    def step(self, actions) -> Any:
+        observation, reward, terminated, _, infos = super().step(actions)
+        return observation, reward, terminated, infos
+
+
+class Cooperative(Leaving):
+    def step(self, actions) -> Any:
+        observation, _, *rest = super().step(actions)
+        return observation, 1.0, *rest
+
+
+class EndingAtOnce(Leaving):
+    def step(self, actions) -> Any:
+        observation, reward, _, *rest = super().step(actions)
+        return observation, reward, False, *rest
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda env: env, lambda env: time_limit(env, 9), lambda env: action_repeat(env, 2)],
+    ids=["plain", "limited", "repeated"],
+)
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Old, "reset() must return observations, infos, and that of leaving returned a dict; return all of them, each"),
+        (
+            OfGym,
+            "step() must return observations, rewards, terminations, truncations, infos, and that of leaving returned",
+        ),
+        (Cooperative, "step() of leaving gave rewards as a float; give a dict with an entry for each agent."),
+        (EndingAtOnce, "step() of leaving gave terminations as a bool; give a dict with an entry for each agent."),
+    ],
+)
+def test_a_game_that_returns_something_else_is_told_what_to_return(make, told, wrap):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        play(wrap(PettingZoo(make)), [([0, 0], [0])])
+
+
+class Visited(Coming):
+    """The sheep is not among those who may come."""
+
+    possible_agents = ["wolf_0", "wolf_1"]
+
+    def step(self, actions) -> Any:
+        observation, *rest = super().step(actions)
+        return observation | {"sheep_0": np.zeros(1)}, *rest
+
+
+def test_somebody_who_is_not_possible_is_refused():
+    env, nothing = PettingZoo(Visited), {"wolf": torch.zeros(1, 2, dtype=torch.int64)}
+    env.init(keys(1))
+    env.step(None, nothing, keys(1))
+    told = "leaving has sheep_0 in its agents, and not in its possible_agents; list everybody there may ever be."
+    with pytest.raises(ValueError, match=told):
+        env.step(None, nothing, keys(1))
+
+
 def test_one_and_the_same_environment_is_stepped_once():
     shared = Leaving()
     env = PettingZoo(lambda: shared)
