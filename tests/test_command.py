@@ -87,6 +87,7 @@ def test_a_class_may_move_to_a_file_of_another_name(tmp_path: Path, monkeypatch)
     text = (Path(__file__).parent / "user_env.py").read_text()
     Path("one.py").write_text(text)
     execute(load([*SMALL[1:], *QUIET, "env=one.py:MyEnv", "run_dir=run"]))
+    Path("two.py").write_text(text)
     with pytest.raises(ConfigError, match=r"env.name=.*two.py:MyEnv cannot change: run has .*one.py:MyEnv"):
         execute(load(["resume=run", "env=two.py:MyEnv", "total_env_steps=128"]))  # the first is still there
     os.rename("one.py", "two.py")
