@@ -431,9 +431,9 @@ def lowered(graph: torch.fx.GraphModule, fakes: list[Tensor], mode: Any) -> Any:
 def _options(inputs: Sequence[Any]) -> dict[str, Any]:
     return {
         "post_grad_custom_post_pass": CpuKernels(),
-        # Else a program has rows for as many threads as there are now, and with more of them writes past these: in a
+        # Else a program has rows for as many threads as there are now, and runs with as many as there are then: in a
         # process that is told so later, in a Python thread, which has OpenMP's own number, or from the cache.
-        "cpp.dynamic_threads": torch.get_num_threads() > 1,
+        "cpp.threads": torch.get_num_threads(),
         **_gpu_options(inputs),
     }
 
