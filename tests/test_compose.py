@@ -12,13 +12,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from tests.refusals import refused
+from tests.users import AGENT_FILE, ENV_FILE
 from torchpod import configs
 from torchpod.compose import load
 from torchpod.config import ConfigError
 from torchpod.replay import ReplayConfig
-
-ENV_FILE = Path(__file__).parent / "user_env.py"
-AGENT_FILE = Path(__file__).parent / "user_agent.py"
 
 
 def test_an_experiment_can_be_overridden():

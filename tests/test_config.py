@@ -11,22 +11,12 @@ import yaml
 
 from tests.marks import with_slow
 from tests.refusals import refused
+from tests.users import AGENT_FILE, ENV_FILE, TINY
 from torchpod import algos, configs, envs
 from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT
 from torchpod.compose import choices, load
 from torchpod.config import ConfigError, TrainConfig, default_experiment, from_dict
 from torchpod.run.execute import execute
-
-ENV_FILE = Path(__file__).parent / "user_env.py"
-AGENT_FILE = Path(__file__).parent / "user_agent.py"
-TINY = (
-    "compile=false",
-    "logger.console=false",
-    "num_envs=16",
-    "total_env_steps=1",
-    "algo.unroll_length=16",
-    "evaluation.episodes=1",
-)
 
 
 def test_the_groups_hold_what_there_is():

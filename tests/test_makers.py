@@ -5,23 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.users import AGENT_FILE, ENV_FILE, TINY
 from torchpod.compose import load
 from torchpod.config import ConfigError
 from torchpod.learner import LearnerConfig
 from torchpod.makers import find, make_agent, make_env, sources, with_defaults
 from torchpod.run.execute import execute
 from torchpod.run.folder import changed_sources
-
-ENV_FILE = Path(__file__).parent / "user_env.py"
-AGENT_FILE = Path(__file__).parent / "user_agent.py"
-TINY = (
-    "compile=false",
-    "logger.console=false",
-    "num_envs=16",
-    "total_env_steps=1",
-    "algo.unroll_length=16",
-    "evaluation.episodes=1",
-)
 
 
 def test_an_environment_in_a_file_takes_arguments():

@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import os
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from torchpod import blame, random
+from torchpod import random
 from torchpod.actions import lead_of, mask_by_choice, mask_of
 from torchpod.agent import Agent, Variables, bind, variables_of
 from torchpod.dealer import weight_of, weights_of
@@ -24,12 +22,14 @@ from torchpod.nets import RunningMoments
 from torchpod.rollout import make_step, start, unroll
 from torchpod.specs import Array, Box, EnvSpec, SpecTree
 from torchpod.testing.contract import (
+    OURS,
     ContractError,
     attributes,
     clone,
     difference,
     form,
     named_leaves,
+    raised,
     require,
     require_batched,
     require_spec,
@@ -46,7 +46,6 @@ _OF_THE_RUN = frozenset(
     + ("episodes", "episode_return", "episode_length")
 )
 """Names in metrics.jsonl that are no agent's to give; of `loss` it would be the same."""
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTEAD = {
     "one_hot(": "use torchpod.ops.features.one_hot, which looks at no value",
     "random operation": "draw from the keys, by torchpod.random",
@@ -576,7 +575,7 @@ def _works(how: str, name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        told, text = _raised(error)
+        told, text = raised(error)
         instead = next((f"; {repair}" for part, repair in _INSTEAD.items() if part in f"{text} {error}"), "")
         raise ContractError(f"{name} must work {how}; it raised {told}{instead}.") from error
 
@@ -615,24 +614,10 @@ def _called(agent: Agent, name: str, variables: Variables, call: Callable[[], An
         raise
     except Exception as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if isinstance(error, ValueError) and frame.f_code.co_filename.startswith(_OURS):
+        if isinstance(error, ValueError) and frame.f_code.co_filename.startswith(OURS):
             raise  # a sentence of ours
         kept = not agent.recurrent and bool(pytree.tree_leaves(agent.initial_state(2)))
         more = " If loss() needs the state that initial_state() makes, say recurrent = True." if kept else ""
         raise ContractError(
-            f"{name} must not raise, and of its first batch it raised {_raised(error)[0]}.{more}"
+            f"{name} must not raise, and of its first batch it raised {raised(error)[0]}.{more}"
         ) from error
-
-
-def _raised(error: Exception) -> tuple[str, str]:
-    """What was raised at which line of the user's, and what stands there."""
-    message = str(error).strip().split("\n")[0]
-    if message.startswith("vmap: It looks like"):  # and goes on about what it could be
-        message = message.partition(". ")[0]
-    told = f"{type(error).__name__}: {message.rstrip('.')}"
-    traced = [x for x in getattr(error, "real_stack", None) or () if not x.filename.startswith(_OURS)]  # by Dynamo
-    found = blame.frames(error) + [blame.Frame(compile("", x.filename, "exec"), x.lineno or 0) for x in traced]
-    own = [frame for frame in found if frame.is_users]
-    if not own:
-        return told, ""
-    return f"{told} ({Path(own[-1].code.co_filename).name}, line {own[-1].line}: `{own[-1].text}`)", own[-1].text

@@ -1,5 +1,6 @@
 """What both conformance tests need: the error, and comparison of trees."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ _READS = {
 """What torch says where Python reads a tensor, which the code of a program cannot; what that is, and what to do."""
 
 
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+"""Where our own files lie."""
+
+
 class ContractError(ValueError):
     """An environment or an agent breaks a rule; the message is the rule, and what came instead."""
 
@@ -40,6 +45,20 @@ def require(condition: bool | Tensor, rule: str) -> None:
     """Raises the rule unless the condition holds."""
     if not condition:
         raise ContractError(rule)
+
+
+def raised(error: Exception) -> tuple[str, str]:
+    """What was raised at which line of the user's, and what stands there."""
+    message = str(error).strip().split("\n")[0]
+    if message.startswith("vmap: It looks like"):  # and goes on about what it could be
+        message = message.partition(". ")[0]
+    told = f"{type(error).__name__}: {message.rstrip('.')}"
+    traced = [x for x in getattr(error, "real_stack", None) or () if not x.filename.startswith(OURS)]  # by Dynamo
+    found = blame.frames(error) + [blame.Frame(compile("", x.filename, "exec"), x.lineno or 0) for x in traced]
+    own = [frame for frame in found if frame.is_users]
+    if not own:
+        return told, ""
+    return f"{told} ({Path(own[-1].code.co_filename).name}, line {own[-1].line}: `{own[-1].text}`)", own[-1].text
 
 
 def require_no_reading(error: Exception) -> None:

@@ -14,7 +14,6 @@ from torchpod.actions import closed_masks, lead_of, random_action
 from torchpod.compile import Compiler
 from torchpod.env import Env, TensorEnv, where
 from torchpod.specs import EnvSpec, MultiDiscrete, Traits
-from torchpod.testing.agents import _raised
 from torchpod.testing.contract import (
     ContractError,
     attributes,
@@ -23,6 +22,7 @@ from torchpod.testing.contract import (
     form,
     named_leaves,
     outline,
+    raised,
     require,
     require_batched,
     require_no_reading,
@@ -546,6 +546,4 @@ def _promised(trait: str, what: str, call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         require_no_reading(error)
-        raise ContractError(
-            f"The trait `{trait}` promises that {what} works; it raised {_raised(error)[0]}."
-        ) from error
+        raise ContractError(f"The trait `{trait}` promises that {what} works; it raised {raised(error)[0]}.") from error
