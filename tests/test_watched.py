@@ -87,6 +87,30 @@ def test_what_fails_elsewhere_ends_a_block_that_goes_on(monkeypatch):
         time.sleep(0.5)
 
 
+class Held:
+    """Something like a run, whose tensors must not be freed by a daemon thread while the process ends."""
+
+    def __init__(self, freed_by: list[str]) -> None:
+        self._freed_by = freed_by
+
+    def failure(self) -> None:
+        """Nothing has failed."""
+
+    def __del__(self) -> None:
+        self._freed_by.append(threading.current_thread().name)
+
+
+def test_the_main_thread_is_the_last_to_let_go_of_what_it_waits_for():
+    freed_by = []
+    for _ in range(2):
+        held = Held(freed_by)
+        with unless(held.failure):
+            time.sleep(0.5)  # two looks
+        del held
+        time.sleep(0.5)
+    assert freed_by == ["MainThread"] * 2
+
+
 def test_another_thread_is_not_watched():
     def work():
         with watching("the valley has not answered", 0.05):

@@ -6,6 +6,7 @@ an update of the learner if that one has found something meanwhile.
 
 import contextlib
 import copy
+import dataclasses
 import math
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -161,7 +162,8 @@ class _Clock:
 CLOCK = _Clock()
 
 
-class _Block(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class _Block:
     """Something that the main thread waits for."""
 
     message: str
@@ -171,6 +173,8 @@ class _Block(NamedTuple):
     grace_s: float
     failure: Callable[[], Exception | None] = lambda: None
     """What has failed elsewhere, since when the block has `GRACE_S` left."""
+    told: bool = False
+    """The main thread has been told that it is late."""
 
     def late_s(self) -> float:
         """How long it goes on after its time-out; negative before."""
@@ -178,7 +182,11 @@ class _Block(NamedTuple):
 
 
 class _Watchdog:
-    """A thread that looks at what the main thread waits for, from the first time that it does: one per step is slow."""
+    """A thread that looks at what the main thread waits for, from the first time that it does: one per step is slow.
+
+    The main thread waits for the end of a look before it lets go of a block. Else the last reference to all of a run
+    could be this thread's, and a process aborts that ends while a daemon thread frees tensors.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -199,28 +207,28 @@ class _Watchdog:
             raise self.now.failure() or HostError(self.now.message)
 
     def _run(self) -> None:
-        told, main = None, threading.main_thread().ident or 0
         while True:
             time.sleep(_LOOK_S)
-            if (block := self.now) is None:
-                continue
-            if math.isinf(block.timeout_s) and block.failure() is not None:
-                with self.lock:
-                    if self.now is block:
-                        self.now = block._replace(since=time.perf_counter(), timeout_s=GRACE_S)
-            if (late_s := block.late_s()) < 0:
-                continue
-            if block is not told:
-                if block.message:
-                    tell_stack(main)
-                with self.lock:
-                    if self.now is block:
-                        signal.pthread_kill(main, signal.SIGVTALRM)
-                told = block
-            elif late_s > block.grace_s and self.now is block:
-                with contextlib.suppress(Exception):
-                    print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
-                end_process(1)
+            with self.lock:
+                self._look(threading.main_thread().ident or 0)
+
+    def _look(self, main: int) -> None:
+        if (block := self.now) is None:
+            return
+        if math.isinf(block.timeout_s) and block.failure() is not None:
+            block.since, block.timeout_s = time.perf_counter(), GRACE_S
+        if (late_s := block.late_s()) < 0:
+            return
+        if not block.told:
+            if block.message:
+                tell_stack(main)
+            if self.now is block:  # a block within it may have begun
+                signal.pthread_kill(main, signal.SIGVTALRM)
+                block.told = True
+        elif late_s > block.grace_s and self.now is block:
+            with contextlib.suppress(Exception):
+                print(f"torchpod: error: {block.message}", file=sys.stderr, flush=True)
+            end_process(1)
 
 
 _WATCHDOG = _Watchdog()
