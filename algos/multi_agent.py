@@ -39,7 +39,7 @@ class IPPOConfig(PPOConfig):
     """`{policy: [agents]}`, or `{policy: {agents: [...], train: false, entropy_coefficient: 0.1}}` with settings of its
     own. Agents are numbers, which count those of all groups in their order, or names of groups; a policy named like a
     group need not say them. If none says any, every group has a policy. With `train: false` one stays as it is. With
-    `from: RUN`, or `RUN:POLICY`, it begins as the policy of its name, or that one, of another run (run/policies.py)."""
+    `from: RUN`, or `RUN:POLICY`, it begins as the policy of its name, or that one, of another run (init_from.py)."""
 
 
 @dataclass(frozen=True)

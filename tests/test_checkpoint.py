@@ -117,14 +117,14 @@ def test_policies_also_lie_in_files_of_their_own(tmp_path: Path):
     assert files == {policy: folder / f"policy-{policy}.safetensors" for policy in "ab"}
     copy = shutil.copy(files["a"], tmp_path / "a.safetensors")
     for file in (files["a"], files["b"], copy):
-        found = checkpoint.load_policy(file)
+        found = checkpoint.load_file(file)
         assert found.keys() == own.keys() and all(bits(x) == bits(own[name]) for name, x in found.items())
         assert checkpoint.layers_of(Path(file)) == {}  # nothing was told of them
     assert checkpoint.load_weights(folder).keys() == params.keys() | others.keys()
     assert checkpoint.policies_of(save(tmp_path, 2)) == {}
     files["b"].write_bytes(files["a"].read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="policy-b.safetensors is missing or damaged"):
-        checkpoint.load_policy(files["b"])
+        checkpoint.load_file(files["b"])
     # Who goes on has the same in the weights.
     weights, *_ = checkpoint.load(folder, make_state()._replace(params=params | others), ranks=Ranks())
     assert weights.keys() == params.keys() | others.keys()

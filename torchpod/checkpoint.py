@@ -56,7 +56,7 @@ def save(
       ranks: all of them must call this together.
       keep: how many of the newest checkpoints stay.
       manifest: of what every rank keeps elsewhere (replay/segments.py).
-      layers: of each policy, the kinds of its layers by name, which stay with it.
+      layers: of the agent, under "", and of each policy, the kinds of its layers by name, which stay with it.
 
     Returns:
       The folder.
@@ -75,14 +75,16 @@ def save(
         ranks.barrier()
         if ranks.rank == 0:
             with writing(final):
-                _write_bytes(partial / "weights.safetensors", safetensors.torch.save(_portable(weights)))
+                kinds = layers or {}
+                whole = safetensors.torch.save(_portable(weights), metadata=kinds.get(""))
+                _write_bytes(partial / "weights.safetensors", whole)
                 of_ranks = ["state-{}.pt"] if manifest is None else ["state-{}.pt", "replay-{}.json"]
                 names = [name.format(rank) for name in of_ranks for rank in range(ranks.world_size)]
                 names.append("weights.safetensors")
                 for name, policy in _by_policy(weights).items():
                     names.append(f"policy-{name}.safetensors")
-                    own = (layers or {}).get(name)
-                    _write_bytes(partial / names[-1], safetensors.torch.save(_portable(policy), metadata=own))
+                    part = safetensors.torch.save(_portable(policy), metadata=kinds.get(name))
+                    _write_bytes(partial / names[-1], part)
                 files = {name: _digest((partial / name).read_bytes()) for name in names}
                 meta = {
                     "format": FORMAT,
@@ -118,7 +120,7 @@ def load(folder: Path, like: Tree, *, ranks: Ranks) -> tuple[dict[str, Tensor], 
 
     Raises:
       CheckpointError: if a file is missing, truncated or foreign, of another format, or does not fit `like`. Files of
-        single policies are not read: `load_policy` does that.
+        single policies are not read: `load_file` does that.
     """
     meta = read_meta(folder)
     if meta["world_size"] != ranks.world_size:
@@ -198,18 +200,18 @@ def policies_of(folder: Path) -> dict[str, Path]:
     return {name.removeprefix("policy-").removesuffix(".safetensors"): folder / name for name in names}
 
 
-def load_policy(file: Path) -> dict[str, Tensor]:
-    """Parameters and buffers of one policy, of a checkpoint or copied out of it; raises `CheckpointError`."""
-    if (file.parent / "meta.json").is_file() and file in policies_of(file.parent).values():
-        return safetensors.torch.load(_read(file.parent, file.name, read_meta(file.parent)["files"][file.name]))
+def load_file(file: Path) -> dict[str, Tensor]:
+    """Parameters and buffers in a file of a checkpoint, or copied out of it; raises `CheckpointError`."""
+    if (file.parent / "meta.json").is_file() and file.name in (files := read_meta(file.parent)["files"]):
+        return safetensors.torch.load(_read(file.parent, file.name, files[file.name]))
     try:
         return safetensors.torch.load(file.read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{file} is no policy of a checkpoint ({str(error).splitlines()[0]}).") from error
+        raise CheckpointError(f"{file} holds no weights of a checkpoint ({str(error).splitlines()[0]}).") from error
 
 
 def layers_of(file: Path) -> dict[str, str]:
-    """The kinds of the layers of a policy that `load_policy` has read, by name; none of an older version's."""
+    """The kinds of the layers of what `load_file` has read, by name; none of an older version's."""
     with safetensors.safe_open(file, framework="pt") as opened:
         return opened.metadata() or {}
 

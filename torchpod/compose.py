@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,26 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
     config = dataclasses.replace(from_dict(settings), given=given)
     _check_effects(config)
     return config
+
+
+def changed_env(env: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of an environment with others: `env.NAME=VALUE`, or all of another environment, `env=NAME`.
+
+    Raises:
+      ConfigError: for what is no setting of an environment, or cannot be read. Whether there is such a setting, the
+        environment says when it is made.
+    """
+    for item in overrides:
+        if item[:1] == "~" or "=" not in item or not (_key(item) == "env" or _key(item).startswith("env.")):
+            raise ConfigError(f"{item} is no setting of the environment alone; write env.NAME=VALUE, or env=ANOTHER.")
+    if "env" in map(_key, overrides):
+        return load(overrides).env
+    settings = OmegaConf.create({"env": dict(env)})
+    for item in overrides:
+        if told := _misread(item):
+            raise ConfigError(told)
+        OmegaConf.update(settings, _key(item), OverridesParser.create().parse_override(item).value(), force_add=True)
+    return typing.cast(dict[str, Any], OmegaConf.to_container(settings, resolve=True))["env"]
 
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class TrainConfig:
     threads: int | None = bounded(None, least=1, most=1024)
     run_dir: str | None = None
     resume: str | None = None
+    init_from: str | None = None
     experiment_name: str | None = None
     given: tuple[str, ...] = ()
     """Which keys were set by hand: only those can ask a resumed run for a change. Not in config.yaml."""

@@ -33,7 +33,8 @@ USAGE = """torchpod train [KEY=VALUE ...]    train a run, e.g. torchpod train en
                                   --help shows all settings of that run; --multirun KEY=a,b trains a run with each
 torchpod eval RUN [--episodes N]  evaluate the newest checkpoint of a run folder; --video FILE draws an episode,
                                   --episode FILE.npz records it, --sample draws actions instead of the greedy ones,
-                                  --instead random, or NAME=ACTION, plays that instead of what was trained
+                                  --instead random, or NAME=ACTION, plays that instead of what was trained,
+                                  env.NAME=VALUE changes the environment
 torchpod export RUN [--out FILE]  write the greedy policy as a program of torch.export, which needs no torchpod
 torchpod plot RUN... [--out PNG]  draw learning curves; --metric NAME, of another metric than episode_return
 torchpod warmup [KEY=VALUE ...]   compile all that a run with these settings needs, for the runs that follow
@@ -179,6 +180,9 @@ def _eval(rest: list[str]) -> int:
 
     parser = Parser("torchpod eval")
     parser.add_argument("run", type=Path)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="env.NAME=VALUE", help="what is other in the environment, or env=ANOTHER"
+    )
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument(
         "--seed", type=int, default=None, help="of the episodes; default: those of the final evaluation"
@@ -195,7 +199,7 @@ def _eval(rest: list[str]) -> int:
         help="who plays how instead of what was trained, e.g. runner=random, 0 or =-0.5,1; once per group or policy",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:INDEX; of tensor environments and agent")
-    options = parser.parse_args(rest)
+    options = parser.parse_intermixed_args(rest)
     _require_device("torchpod eval", options.device)
     line = eval_run(
         options.run,
@@ -206,6 +210,7 @@ def _eval(rest: list[str]) -> int:
         member=options.member,
         sample=options.sample,
         instead=options.instead,
+        overrides=options.overrides,
         device=options.device,
     )
     print(line)

@@ -19,6 +19,7 @@ from torchpod.config import ConfigError
 from torchpod.envs.classic.cartpole import CartPole
 from torchpod.envs.host import Gymnasium
 from torchpod.evaluate import evaluate
+from torchpod.main import main
 from torchpod.run.execute import execute
 from torchpod.run.folder import read_config
 
@@ -235,3 +236,46 @@ def test_the_environment_is_closed_and_threads_are_as_before_whatever_comes_of_i
         eval_run(run.dir, episodes=2)
     assert threads == [1, 3]
     assert open_before == [False, True]  # the first is that of `init`
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert main(["eval", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_evaluated_in_a_changed_environment(run_dir: Path, tmp_path: Path, capsys):
+    own = evaluated(capsys, run_dir, "--episodes", 3)
+    longer = evaluated(capsys, run_dir, "env.max_episode_steps=7", "--episodes", 3)
+    assert longer["mean"] == 7.0 < own["mean"]
+    repeated = "env.transforms=[{name: action_repeat, num: 3}]"
+    assert evaluated(capsys, run_dir, "--episodes", 3, f"+{repeated}", "env.max_episode_steps=9")["mean"] <= 9.0
+    another = tmp_path / "another.py"
+    another.write_text(
+        "from torchpod.envs.classic.cartpole import CartPole\n\n\n"
+        "class Short(CartPole):\n    def __init__(self, steps: int = 5) -> None:\n"
+        "        super().__init__(max_episode_steps=steps)\n"
+    )
+    assert evaluated(capsys, run_dir, f"env={another}:Short", "--episodes", 3)["mean"] == 5.0
+    assert evaluated(capsys, run_dir, f"env={another}:Short", "+env.steps=4", "--episodes", 3)["mean"] == 4.0
+    assert evaluated(capsys, run_dir, "--episodes", 3) == own  # nothing of it stays
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("num_envs=3", "num_envs=3 is no setting of the environment alone; write env.NAME=VALUE, or env=ANOTHER."),
+        ("env.max_episode_steps", "env.max_episode_steps is no setting of the environment alone"),
+        ("~env.max_episode_steps", "~env.max_episode_steps is no setting of"),
+        ("env.max_steps=3", "env=cartpole takes no argument max_steps; did you mean max_episode_steps"),
+        ("env=cartpol", "env=cartpol is not known; did you mean cartpole"),
+        ("env.max_episode_steps=[3", "env.max_episode_steps=[3 cannot be read"),
+        (
+            "env=pendulum",
+            "/checkpoints/0000000001 does not fit the environment with env=pendulum: ",
+        ),
+    ],
+)
+def test_what_is_no_environment_for_the_agent_is_refused(run_dir: Path, capsys, given: str, message: str):
+    assert main(["eval", str(run_dir), given]) == 1
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1

@@ -16,6 +16,7 @@ from torchpod.arguments import require_writable
 from torchpod.checkpoint import CheckpointError
 from torchpod.commands.scripted import scripted
 from torchpod.compile import Compiler
+from torchpod.compose import changed_env
 from torchpod.config import TrainConfig
 from torchpod.env import Env
 from torchpod.evaluate import evaluate
@@ -74,6 +75,7 @@ def eval_run(
     member: int | None = None,
     sample: bool = False,
     instead: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     device: str = "cpu",
     env: Env | None = None,
 ) -> str:
@@ -95,11 +97,14 @@ def eval_run(
       sample: draw actions as in training, instead of the greedy ones.
       instead: who plays how instead of what was trained: `random`, an action, or `NAME=` one of these, of a group or
         a policy (scripted.py).
+      overrides: what is other in the environment than in training, `["env.max_episode_steps=100"]`, or another
+        environment, `["env=my_env.py:MyEnv"]`; with the same observations and actions.
       device: on which agent and tensor environments are; those on the host have the CPU.
-      env: of a run that was trained with an object, once more; it is closed in the end.
+      env: an environment object instead; it is closed in the end.
 
     Raises:
-      CheckpointError: if the folder is no run, or its checkpoint is damaged.
+      CheckpointError: if the folder is no run, or its checkpoint is damaged or does not fit the environment.
+      ConfigError: if there is no such environment or setting of it.
       HostError: if an environment on the host failed or does not come back.
       ValueError: if the video or the episode cannot be made, nobody can play so, or memory does not suffice.
       ImportError: if the extra for videos is not installed.
@@ -118,7 +123,7 @@ def eval_run(
     if changed := changed_sources(checkpoint.read_meta(folder), config):
         told = f"{run_dir} was trained with other {', '.join(changed)}, and is evaluated with what is there now."
         print(f"torchpod eval: {told}", file=sys.stderr)
-    env = make_env(config.env) if env is None else env
+    env = make_env(changed_env(config.env, overrides)) if env is None else env
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -128,7 +133,7 @@ def eval_run(
         if episode is not None:
             require_writable("--episode", episode)
         agent = make_agent(config.algo, env.spec)()
-        weights = _fitting(run_dir, config, agent, weights, folder)
+        weights = _fitting(run_dir, config, agent, weights, folder, overrides)
         if instead:
             agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
         where = torch.device(device if env.traits.pure else "cpu")
@@ -171,17 +176,21 @@ def eval_run(
         close_all([env])
 
 
-def _fitting(run_dir: Path, config: TrainConfig, agent: Agent, weights: Variables, folder: Path) -> Variables:
+def _fitting(
+    run_dir: Path, config: TrainConfig, agent: Agent, weights: Variables, folder: Path, overrides: Sequence[str] = ()
+) -> Variables:
     """What the run acts with, of the weights in `folder`; `CheckpointError` if they are not those of the agent."""
     lead = () if config.population == 1 else (config.population,)
     here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
     there = {name: tuple(x.shape) for name, x in weights.items()}
     if differ := [name for name in here | there if here.get(name) != there.get(name)]:
         had, has = (list(shapes[differ[0]]) if differ[0] in shapes else "missing" for shapes in (there, here))
-        raise CheckpointError(
-            f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}: {differ[0]} is "
-            f"{had} there and {has} here; that file or a class of yours may have changed since: use the old one."
-        )
+        where = f"the agent and the environment of {run_dir / 'config.yaml'}"
+        repair = "that file or a class of yours may have changed since: use the old one"
+        if overrides:
+            where = f"the environment with {' '.join(overrides)}"
+            repair = "it must have the observations and actions of the run's"
+        raise CheckpointError(f"{folder} does not fit {where}: {differ[0]} is {had} there and {has} here; {repair}.")
     return acting_weights(config, agent, weights, int(folder.name))
 
 

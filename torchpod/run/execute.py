@@ -26,12 +26,12 @@ from torchpod.makers import make_agent, make_env, sources, with_defaults
 from torchpod.replay.segments import Segments
 from torchpod.run.checks import check_object, check_users_agent, check_users_env
 from torchpod.run.folder import changes, locked, new_run_dir, resume_source, resumed_config, seen_by_all, write_text
+from torchpod.run.init_from import with_loaded_weights
 from torchpod.run.judge import Judge
 from torchpod.run.keeper import Keeper
 from torchpod.run.logs import make_logger
 from torchpod.run.loops import compiler_of, make_loop, split_of
 from torchpod.run.members import apply_members, write_members
-from torchpod.run.policies import with_loaded_policies
 from torchpod.run.stop import Interrupted, StopFlag
 from torchpod.run.summary import summarise
 from torchpod.run.training import Training
@@ -159,7 +159,7 @@ def _begin(
         if own:
             check_users_agent(make(), env, config, device)
         if job.source is None:
-            make = with_loaded_policies(make, job.ranks)
+            make = with_loaded_weights(make, config.init_from, job.ranks)
     loop = make_loop(config, env, make, job.ranks, device)
     try:
         return env, loop, _start(job, loop)

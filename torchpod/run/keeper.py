@@ -16,7 +16,7 @@ from torchpod.distributed import Ranks
 from torchpod.machine import versions
 from torchpod.replay.segments import Segments
 from torchpod.run.folder import JOB
-from torchpod.run.policies import layers_of
+from torchpod.run.init_from import layers_of
 
 
 class Keeper:

@@ -1,4 +1,4 @@
-"""Policies that begin as those of another run, and the files in which they lie."""
+"""Agents and policies that begin as those of another run, and the files in which they lie."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from torchpod.main import main
 from torchpod.makers import make_agent, make_env
 from torchpod.metrics import read_metrics
 from torchpod.run.execute import Run, execute
-from torchpod.run.policies import layers_of, with_loaded_policies
+from torchpod.run.init_from import layers_of, with_loaded_weights
 
 STEPS = 4 * 8
 """Of an iteration."""
@@ -97,7 +97,7 @@ def test_a_policy_can_be_trained_further_or_by_another_name(first: Path, tmp_pat
     config = load(
         [*SETTINGS, "algo.agent.policies={runner:{from:" + f"{first}" + "},tagger:{from:" + f"{first}:runner" + "}}"]
     )
-    agent = with_loaded_policies(make_agent(config.algo, make_env(config.env).spec), Ranks())()
+    agent = with_loaded_weights(make_agent(config.algo, make_env(config.env).spec), None, Ranks())()
     state = agent.state_dict()
     for policy in ("runner", "tagger"):
         assert equal(of(policy, state), of("runner", weights(first)))
@@ -111,7 +111,7 @@ def test_a_run_folder_a_checkpoint_and_a_copied_file_are_the_same(first: Path, t
     file = shutil.copy(checkpoint.policies_of(folder)["runner"], tmp_path / "good_runner.safetensors")
     for source in (first, folder, f"{folder}:runner", file):
         config = load([*SETTINGS, from_(source)])
-        agent = with_loaded_policies(make_agent(config.algo, make_env(config.env).spec), Ranks())()
+        agent = with_loaded_weights(make_agent(config.algo, make_env(config.env).spec), None, Ranks())()
         assert equal(of("runner", agent.state_dict()), of("runner", weights(first))), source
 
 
@@ -200,7 +200,7 @@ def test_every_member_of_a_population_begins_with_it(first: Path, tmp_path: Path
     assert main(["train", *SETTINGS, from_(tmp_path / "run"), f"run_dir={tmp_path / 'whole'}"]) == 1
 
 
-def test_layers_are_those_of_each_policy_and_of_other_agents_none():
+def test_layers_are_those_of_the_agent_and_of_each_policy():
     class Own(Agent):
         def __init__(self) -> None:
             super().__init__()
@@ -212,10 +212,167 @@ def test_layers_are_those_of_each_policy_and_of_other_agents_none():
         config = load(settings)
         agents[activation] = make_agent(config.algo, make_env(config.env).spec)()
     found = {name: layers_of(agent) for name, agent in agents.items()}
-    assert found["own"] == {"0": {"0": "Linear", "1": "ReLU"}} and found["none"] == {}
+    net = {"0": "Linear", "1": "ReLU"}
+    whole = {"policies": "ModuleList", "policies.0": "Sequential"} | {f"policies.0.{x}": net[x] for x in net}
+    assert found["own"] == {"": whole, "0": net} and found["none"] == {"": {}}
     differing = {x for x, kind in found["tanh"]["runner"].items() if found["relu"]["runner"][x] != kind}
     assert differing and {found["tanh"]["runner"][x] for x in differing} == {"Tanh"}
     assert {x.partition(".")[0] for x in differing} == {"actor", "critic"}
+    assert all(found["tanh"][""][f"policies.runner.{x}"] == kind for x, kind in found["tanh"]["runner"].items())
+
+
+ALONE = (
+    *("algo=ppo", "env=pendulum", "compile=false", "logger.console=false", "num_envs=4", "evaluation.episodes=1"),
+    *("algo.unroll_length=8", "algo.learner.num_minibatches=2", "algo.agent.hidden=[8]"),
+    "algo.agent.normalize_observation=true",
+)
+
+
+def train_alone(folder: Path, *overrides: str, iterations: int = 2) -> Run:
+    return execute(load([*ALONE, f"total_env_steps={iterations * STEPS}", f"run_dir={folder}", *overrides]))
+
+
+def learned(run: Run) -> dict[str, torch.Tensor]:
+    """Parameters and statistics."""
+    return {name: x for name, x in run.variables.items() if name not in run.agent.hyperparameters}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train_alone(tmp_path_factory.mktemp("alone") / "first")
+
+
+def begun(source: object, *overrides: str) -> Agent:
+    """The agent of a run that begins so."""
+    config = load([*ALONE, f"init_from={source}", *overrides])
+    return with_loaded_weights(make_agent(config.algo, make_env(config.env).spec), config.init_from, Ranks())()
+
+
+def test_an_agent_begins_as_that_of_another_run(alone: Run, tmp_path: Path):
+    folder = checkpoint.latest(alone.dir)
+    copy = shutil.copy(folder / "weights.safetensors", tmp_path / "good.safetensors")
+    other = ("algo=a2c", "algo.agent.entropy_coefficient=0.3", "env.max_episode_steps=50")
+    for source, overrides in ((alone.dir, ()), (folder, ()), (copy, ()), (alone.dir, other)):
+        agent = begun(source, *overrides)
+        state = agent.state_dict()
+        assert equal({name: state[name] for name in learned(alone)}, learned(alone)), source
+        if overrides:  # hyperparameters, and that it has others, are its own
+            assert state["entropy_coefficient"].item() == pytest.approx(0.3)
+            assert state.keys() - learned(alone).keys() == set(agent.hyperparameters)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("loop=sebulba",),
+        ("population=2",),
+        pytest.param(("compile=true",), marks=pytest.mark.slow),
+        pytest.param(("loop=sebulba", "compile=true"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def test_what_was_trained_acts_from_the_first_step_on(overrides: tuple[str, ...], alone: Run, tmp_path: Path):
+    """With learning rate 0 it stays, but for its statistics, which go on from where they were."""
+    still = ("algo.learner.learning_rate=0", "algo.learner.anneal_learning_rate=false", "seed=5")
+    run = train_alone(tmp_path / "run", f"init_from={alone.dir}", *still, *overrides, iterations=1)
+    total = "normalizer.moments.observation.total"
+    lead = 2 if "population=2" in overrides else 1
+    for name, x in learned(run).items():
+        for one in x if lead == 2 else [x]:
+            if name == total:
+                assert one.item() > alone.variables[name].item() > 0
+            elif "moments" not in name:
+                assert torch.equal(one, alone.variables[name]), name
+    assert f"init_from: {alone.dir}" in (run.dir / "config.yaml").read_text()
+
+
+def test_learning_from_replay_goes_on_with_other_rewards(tmp_path: Path):
+    settings = (
+        *("algo=td3", "algo.replay.capacity=512", "algo.replay.min_size=32", "algo.replay.batch_size=8"),
+        *("algo.learner.num_minibatches=1", "algo.agent.hidden=[8]"),
+    )
+    own = [x for x in ALONE if not x.startswith(("algo=", "algo.agent", "algo.learner"))]
+
+    def train_td3(name: str, *overrides: str) -> Run:
+        return execute(
+            load([*own, *settings, f"total_env_steps={4 * STEPS}", f"run_dir={tmp_path / name}", *overrides])
+        )
+
+    first = train_td3("first")
+    again = train_td3("again", f"init_from={first.dir}", "algo.agent.reward_scale=0.5", "algo.learner.learning_rate=0")
+    assert equal(learned(first), learned(again))
+    assert again.variables["reward_scale"].item() == 0.5 != first.variables["reward_scale"].item()
+
+
+def test_a_run_that_goes_on_does_not_begin_again_as_another(alone: Run, tmp_path: Path, capsys):
+    source = shutil.copytree(alone.dir, tmp_path / "source")
+    straight = train_alone(tmp_path / "straight", f"init_from={source}", iterations=4)
+    run = train_alone(tmp_path / "run", f"init_from={source}", "algo.learner.anneal_learning_rate=false")
+    shutil.rmtree(source)
+    assert main(["train", f"resume={run.dir}", f"total_env_steps={4 * STEPS}", "init_from=elsewhere"]) == 1
+    told = f"init_from=elsewhere cannot change: {run.dir} has {source}; leave it out, or start a new run."
+    assert told in capsys.readouterr().err
+    more = execute(load([f"resume={run.dir}", f"total_env_steps={4 * STEPS}"]))
+    assert more.summary["env_steps"] == straight.summary["env_steps"] and not equal(learned(more), learned(run))
+
+
+def test_all_policies_begin_as_those_of_a_run_and_one_as_another(first: Path, tmp_path: Path):
+    second = train(tmp_path / "second", "seed=3").dir
+    config = load([*SETTINGS, "algo=ia2c", "algo.agent.entropy_coefficient=0.3", from_(second), f"init_from={first}"])
+    make = make_agent(config.algo, make_env(config.env).spec)
+    state = with_loaded_weights(make, config.init_from, Ranks())().state_dict()
+    assert equal(of("tagger", state), of("tagger", weights(first)))
+    assert equal(of("runner", state), of("runner", weights(second)))
+    assert state["policies.tagger.entropy_coefficient"].item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "message"),
+    [
+        ("{dir}/nowhere", (), "init_from={dir}/nowhere is no folder; give that of a run, a checkpoint of it, or a"),
+        ("{dir}", (), "{dir} holds no checkpoint; give a folder that torchpod train has written."),
+        ("{file}", (), "{file} holds no weights of a checkpoint ("),
+        (
+            "{run}",
+            ("algo.agent.hidden=[9]",),
+            "the agent cannot begin as {run}/checkpoints/0000000002/weights.safetensors: encoder.net.0.bias is float32 "
+            "[8] there and float32 [9] here; give it the same networks and an environment of the same shapes",
+        ),
+        ("{run}", ("env=mountain_car_continuous",), " there and float"),
+        ("{run}", ("algo.agent.normalize_observation=false",), "float64 [3] there and missing here; give it the same"),
+        (
+            "{run}",
+            ("algo.agent.activation=relu",),
+            "encoder.net.1 is Tanh there and ReLU here; give it the same networks",
+        ),
+    ],
+)
+def test_an_agent_that_does_not_fit_is_refused_in_one_sentence(
+    source: str,
+    overrides: tuple[str, ...],
+    message: str,
+    alone: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    file = tmp_path / "other.safetensors"
+    file.write_text("nothing")
+    names = {"dir": tmp_path, "run": alone.dir, "file": file}
+    given = [f"init_from={source.format(**names)}", *overrides, f"run_dir={tmp_path / 'new'}"]
+    assert main(["train", *ALONE, *given]) == 1
+    error = capsys.readouterr().err
+    assert message.format(**names) in error and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_damaged_weights_are_no_beginning(alone: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    copy = shutil.copytree(alone.dir, tmp_path / "copy")
+    file = checkpoint.latest(copy) / "weights.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert main(["train", *ALONE, f"init_from={copy}", f"run_dir={tmp_path / 'new'}"]) == 1
+    assert f"{file} is missing or damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -241,7 +398,7 @@ def test_layers_are_those_of_each_policy_and_of_other_agents_none():
             ("algo.agent.activation=relu",),
             "encoder.net.1 is Tanh there and ReLU here; give it the same networks, algo.agent.activation among",
         ),
-        ("{file}", (), "{file} is no policy of a checkpoint ("),
+        ("{file}", (), "{file} holds no weights of a checkpoint ("),
         ("3", (), "policies.runner.from=3 must name a run folder, e.g. {{from: runs/first}}."),
     ],
 )
