@@ -76,17 +76,20 @@ def _make_bare(config: dict[str, Any]) -> Env:
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = find(config["name"], envs.MAKERS, "env")
     parameters = inspect.signature(maker).parameters
-    wrapping = {k: arguments.pop(k) for k in ("processes", "groups") if k in arguments and k not in parameters}
+    ours = {name for names in _WRAPPING.values() for name in names}
+    wrapping = {k: arguments.pop(k) for k in [*arguments] if k in ours and k not in parameters}
     check_arguments(maker, arguments, f"env={config['name']}")
     try:
         env = maker(**arguments)
         host_maker = _HostMaker(str(Path(config["name"]).resolve()), arguments, maker)
         found = adapter_of(env)
-        match found and found[1]:
+        adapter = found[1] if found else ""
+        unknown = [name for name in wrapping if name not in _WRAPPING.get(adapter, ())]
+        match "" if unknown else adapter:
             case "PettingZoo":
                 env.close()
                 return envs.PettingZoo(host_maker, **wrapping)
-            case "Gymnasium" if "groups" not in wrapping:
+            case "Gymnasium":
                 env.close()
                 return envs.Gymnasium(host_maker, **wrapping)
             case "Brax":
@@ -98,13 +101,16 @@ def _make_bare(config: dict[str, Any]) -> Env:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         own = {k: v for k, v in arguments.items() if k not in parameters or v != parameters[k].default}
         raise ConfigError(f"env={config['name']} cannot be made with {own}: {told}") from error
-    for name in wrapping:
-        kind = "gymnasium.Env" if name == "processes" else "pettingzoo.ParallelEnv"
-        raise ConfigError(f"env={config['name']} takes no argument {name}; it is no {kind}.")
+    if unknown:
+        close_all([env])
+        kind = "gymnasium.Env" if unknown[0] in _WRAPPING["Gymnasium"] else "pettingzoo.ParallelEnv"
+        raise ConfigError(f"env={config['name']} takes no argument {unknown[0]}; it is no {kind}.")
     require_env(env, f"env={config['name']} gives")
     return env
 
 
+_WRAPPING = {"Gymnasium": ("processes", "info_keywords"), "PettingZoo": ("processes", "groups")}
+"""By adapter, its own arguments beside those of a class of the user's."""
 _LIBRARIES = (
     ("pettingzoo", "ParallelEnv", "PettingZoo"),
     ("pettingzoo", "AECEnv", "PettingZoo"),  # which refuses it

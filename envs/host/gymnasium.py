@@ -8,11 +8,12 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from torchpod import random
@@ -53,19 +54,28 @@ class Gymnasium:
         (also the class itself).
       processes: step in worker processes (forkserver), for steps that take long beside a message to a process and
         back; otherwise in the calling thread.
+      info_keywords: numbers in the `info` of the last step of every episode, `["is_success"]`: each becomes the metric
+        `episode_NAME`, by `extras["episode"][NAME]`, `[B]` float32, which is 0 at all other steps.
       options: keyword arguments of `gymnasium.make`, for an id.
 
     Raises:
       ValueError: if Gymnasium cannot make it; if the observation is none of Box, Discrete, MultiBinary, and Dict and
         Tuple of these; if the action is none of Box, Discrete, MultiDiscrete and Tuple of Discrete, or an integer of
-        more than 10,000 values; if options are given without an id; or, in `init`, if the function returns an
-        environment that is stepped already. While it plays, if an observation has not the shape of its space, or if
-        `reset` or `step` returns what those of Gym did before 0.26.
+        more than 10,000 values; if options are given without an id; if `info_keywords` are no names; or, in `init`, if
+        the function returns an environment that is stepped already. While it plays, if an observation has not the shape
+        of its space, if `reset` or `step` returns what those of Gym did before 0.26, or if `info` lacks a keyword.
     """
 
     traits = HOST
 
-    def __init__(self, task: str | Callable[[], Any], *, processes: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        task: str | Callable[[], Any],
+        *,
+        processes: bool = False,
+        info_keywords: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
         import gymnasium
 
         if isinstance(task, str) and re.search(r"\.py(:|$)", task):
@@ -78,7 +88,7 @@ class Gymnasium:
         if callable(task) and options:
             raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {task} yourself.")
         self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
-        self._processes = processes
+        self._processes, self._info_keywords = processes, _names(info_keywords)
         self.advice = "raise loop.pools_per_actor" if processes else "set env.processes=true"
         """What makes steps faster, for the progress line."""
         self._envs: Any = None
@@ -114,16 +124,19 @@ class Gymnasium:
                 self.close()
                 self._begin(len(seeds))
             self._pending = "reset"
-            observation, _ = self._envs.reset(seed=seeds)
+            observation, info = self._envs.reset(seed=seeds)
         self._pending = ""
         self._was_last = np.ones(len(seeds), bool)
-        return None, self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
+        timestep = self._timestep(observation, np.zeros(len(seeds)), ~self._was_last, ~self._was_last)
+        return None, self._with_info(timestep, info)
 
     def _begin(self, size: int) -> None:
         from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
         # The memory that processes share keeps sizes alone, and repeats a number.
-        make = functools.partial(_checked, self._make, self.spec.name, observations=self._processes)
+        make = functools.partial(
+            _checked, self._make, self.spec.name, observations=self._processes, keywords=self._info_keywords
+        )
         if self._processes:
             preload()
             make = functools.partial(in_worker, make, os.getpid(), self._spaces)
@@ -150,8 +163,8 @@ class Gymnasium:
         with self._naming_what_went_wrong():
             result = self._envs.step_wait() if self._processes else self._envs.step(self._native)
         self._pending = ""  # not before: what interrupts the wait leaves answers in the pipes
-        observation, reward, terminated, truncated, _ = result
-        return self._timestep(observation, reward, terminated, truncated)
+        *answer, info = result
+        return self._with_info(self._timestep(*answer), info)
 
     @contextlib.contextmanager
     def _naming_what_went_wrong(self) -> Iterator[None]:
@@ -234,7 +247,7 @@ class Gymnasium:
 
     def _wrapped(self, wrap: Callable[[Any], Any], limit: int | None) -> "Gymnasium":
         make = self._make
-        new = Gymnasium(lambda: wrap(make()), processes=self._processes)
+        new = Gymnasium(lambda: wrap(make()), processes=self._processes, info_keywords=self._info_keywords)
         new.spec = dataclasses.replace(self.spec, max_episode_steps=limit)
         return new
 
@@ -259,6 +272,24 @@ class Gymnasium:
                 )
         return timestep
 
+    def _with_info(self, timestep: TimeStep, info: dict[str, np.ndarray]) -> TimeStep:
+        if not self._info_keywords:
+            return timestep
+        none = np.zeros(len(self._was_last), np.float32)
+        told = {name: torch.from_numpy(info.get(name, none).astype(np.float32)) for name in self._info_keywords}
+        return timestep._replace(extras=timestep.extras | {"episode": told})
+
+
+def _names(keywords: Any) -> tuple[str, ...]:
+    """The `info_keywords`, if they are names of metrics."""
+    listed = isinstance(keywords, list | tuple) and all(isinstance(name, str) and name for name in keywords)
+    if not listed or {"return", "length"} & {*keywords}:
+        raise ValueError(
+            f"info_keywords={keywords!r} must be a list of names in info, e.g. [is_success], and none of return and "
+            "length, which are counted from rewards and ends."
+        )
+    return tuple(keywords)
+
 
 def _repeating(env: Any, num: int) -> Any:
     """Takes each action `num` times, or until the episode ends; rewards add up."""
@@ -277,8 +308,11 @@ def _repeating(env: Any, num: int) -> Any:
     return Repeating(env)
 
 
-def _checked(make: Callable[[], Any], name: str, *, observations: bool = False) -> Any:
-    """Looks at what an environment returns, and at the shapes of observations if nobody else does; drops the info."""
+def _checked(make: Callable[[], Any], name: str, *, observations: bool = False, keywords: tuple[str, ...] = ()) -> Any:
+    """Looks at what an environment returns, and at the shapes of observations if nobody else does.
+
+    Of the info it keeps the keywords, in the last step of an episode.
+    """
     import gymnasium
 
     class Checked(gymnasium.Wrapper):
@@ -305,9 +339,26 @@ def _checked(make: Callable[[], Any], name: str, *, observations: bool = False) 
         def seen(self, answer: Any) -> Any:
             if observations and (wrong := misfit(answer[0], self.observation_space)) is not None:
                 raise ValueError(f"{name} gave an observation {wrong}; make them agree.")
-            return *answer[:-1], {}  # nobody reads the info, and a batch of them may be impossible
+            over = keywords and len(answer) == len(_ANSWERS["step"]) and (answer[2] or answer[3])
+            # Nobody reads the rest of the info, and a batch of them may be impossible.
+            return *answer[:-1], {key: _number(answer[-1], key, name) for key in keywords} if over else {}
 
     return Checked(make())
+
+
+def _number(info: dict[str, Any], key: str, name: str) -> float:
+    """What is told of an episode in the info of its last step."""
+    if key not in info:
+        there = ", ".join(map(str, info)) or "nothing"
+        raise ValueError(
+            f"{name} has no {key} in the info of the last step of an episode, but {there}; say it there, or leave it "
+            "out of info_keywords."
+        )
+    try:
+        return float(np.asarray(info[key]).item())
+    except (TypeError, ValueError):
+        told = f"info[{key!r}]={info[key]!r}, which info_keywords names"
+        raise ValueError(f"{name} gave {told}; give a number.") from None
 
 
 def complete(answer: Any, method: str, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import re
 from typing import Any
 
@@ -16,9 +17,16 @@ from torchpod import random
 from torchpod.actions import random_action
 from torchpod.agent import variables_of
 from torchpod.algos.ppo import PPO, PPOConfig
+from torchpod.commands.eval_run import eval_run
+from torchpod.compose import load
+from torchpod.config import ConfigError
 from torchpod.envs.host import Gymnasium, PettingZoo, TorchRL
 from torchpod.envs.host.spaces import action_of, spec_of
+from torchpod.envs.transforms import time_limit
+from torchpod.makers import make_env
+from torchpod.metrics import read_metrics
 from torchpod.rollout import make_step, start, unroll
+from torchpod.run.execute import execute
 from torchpod.specs import Array, Box, Discrete, MultiDiscrete
 from torchpod.testing import check_env
 from torchpod.types import FIRST, LAST, MID
@@ -563,3 +571,135 @@ def test_what_gymnasium_misses_is_told_with_what_brings_it(monkeypatch):
         Gymnasium("Ant-v5")
     with pytest.raises(ModuleNotFoundError, match="^No module named 'imageio'$"):
         Gymnasium(lambda: make(""))
+
+
+class Goal(gymnasium.Env):
+    """Succeeds if every action was 1; says so, and how far it came, when it ends after 1 + seed % 3 steps."""
+
+    observation_space, action_space = UNIT, spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.length = self.length if seed is None else 1 + seed % 3
+        self.steps = self.good = 0
+        return ONE, {"is_success": None}
+
+    def step(self, action):
+        self.steps, self.good = self.steps + 1, self.good + int(action)
+        over = self.steps == self.length
+        info = {"is_success": self.good == self.length, "progress": np.float64(self.good / 4), "how": lambda: None}
+        return ONE, 0.0, False, over, info if over else {"is_success": "not yet"}
+
+
+@pytest.mark.parametrize("processes", IN_THREAD_AND_PROCESSES)
+def test_numbers_of_the_last_info_are_told_of_the_episode(processes, seed):
+    env = Gymnasium(Goal, processes=processes, info_keywords=["is_success", "progress"])
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (1 + random.bits(keys(5, seed), 1)[:, 0] % 3).tolist()
+    try:
+        told = [env.init(keys(5, seed))[1].extras["episode"]]
+        assert all((x == 0).all() and x.dtype == torch.float32 for x in told[0].values())
+        taken: list[list[int]] = [[] for _ in lengths]
+        ends = 0
+        for _ in range(12):
+            action = torch.randint(2, (5,), generator=generator)
+            _, timestep = env.step(None, action, keys(5))
+            episode = timestep.extras["episode"]
+            assert sorted(episode) == ["is_success", "progress"]
+            for i, kind in enumerate(timestep.step_type.tolist()):
+                taken[i] = [] if kind == FIRST else [*taken[i], int(action[i])]
+                over = kind == LAST
+                ends += over
+                assert over == (len(taken[i]) == lengths[i])
+                assert episode["is_success"][i] == float(over and all(taken[i]))
+                assert episode["progress"][i] == (sum(taken[i]) / 4 if over else 0.0)
+        assert ends > 10
+    finally:
+        env.close()
+
+
+def test_what_is_told_of_episodes_becomes_metrics_of_a_run(tmp_path):
+    (tmp_path / "my_env.py").write_text(
+        "import gymnasium\nimport numpy as np\n\n\nclass Walk(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,))\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n        self.steps = self.right = 0\n"
+        "        return np.zeros(1, np.float32), {}\n\n"
+        "    def step(self, action):\n        self.steps, self.right = self.steps + 1, self.right + int(action)\n"
+        "        info = {'right': self.right, 'other': [1, 2]}\n"
+        "        return np.zeros(1, np.float32), float(action), False, self.steps == 5, info\n"
+    )
+    small = ["algo.unroll_length=12", "algo.learner.num_minibatches=1", "algo.agent.hidden=[4]", "compile=false"]
+    run = execute(
+        load(
+            [f"env={tmp_path}/my_env.py:Walk", "+env.info_keywords=[right]", "loop=sebulba", *small, "num_envs=4"]
+            + [f"run_dir={tmp_path}/run", "total_env_steps=192", "evaluation.episodes=3", "logger.console=false"]
+        )
+    )
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 4 and all(row["episode_right"] == pytest.approx(row["episode_return"]) for row in rows)
+    score = run.summary["eval_return"]
+    assert score["episode"]["right"] == score["mean"]
+    (said,) = [json.loads(eval_run(tmp_path / "run", episodes=3))]
+    assert said["episode"] == score["episode"]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ("is_success", "info_keywords='is_success' must be a list of names in info, e.g. [is_success], and none of"),
+        ([1], "info_keywords=[1] must be a list of names in info"),
+        (["length"], "none of return and length, which are counted from rewards and ends."),
+    ],
+)
+def test_keywords_that_are_no_names_are_refused(keywords, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Gymnasium(Goal, info_keywords=keywords)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_env({"name": "gymnasium", "task": "CartPole-v1", "info_keywords": keywords})
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        (
+            "success",
+            "Goal has no success in the info of the last step of an episode, but is_success, progress, how;",
+        ),
+        ("how", ", which info_keywords names; give a number."),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+@pytest.mark.parametrize("processes", IN_THREAD_AND_PROCESSES)
+def test_a_keyword_that_info_lacks_is_named(keyword, message, processes):
+    env = Gymnasium(Goal, processes=processes, info_keywords=[keyword])
+    try:
+        env.init(keys(3))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            for _ in range(3):
+                env.step(None, torch.ones(3, dtype=torch.int64), keys(3))
+    finally:
+        env.close()
+
+
+def test_keywords_go_with_transforms_and_for_no_other_environment():
+    repeated = make_env(
+        {"name": "gymnasium", "task": "CartPole-v1", "transforms": [{"name": "time_limit", "max_episode_steps": 2}]}
+    )
+    assert "episode" not in repeated.init(keys(2))[1].extras
+    env = time_limit(Gymnasium(Timed, info_keywords=["time"]), 2)
+    _, timestep = env.init(keys(2))
+    for _ in range(2):
+        _, timestep = env.step(None, torch.zeros(2, dtype=torch.int64), keys(2))
+    assert timestep.extras["episode"]["time"].tolist() == [2.0, 2.0]
+    with pytest.raises(ConfigError, match="env=cartpole takes no argument info_keywords; it is no gymnasium.Env."):
+        make_env({"name": "cartpole", "info_keywords": ["time"]})
+
+
+class Timed(Goal):
+    """Never ends by itself."""
+
+    def step(self, action):
+        self.steps += 1
+        return ONE, 0.0, False, False, {"time": self.steps}
