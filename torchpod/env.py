@@ -68,6 +68,13 @@ class TensorEnv:
         """The observation of a state."""
         raise NotImplementedError(f"{type(self).__name__} must define observe(self, state).")
 
+    def truncated(self, state: Tree) -> Tensor | None:
+        """Which episodes are cut in a state by a rule of the environment's own, `[B]` bool; None if there is none.
+
+        The time limit is not meant, and `spec.truncates_early` must say so. A termination wins.
+        """
+        return None
+
     def extras(self, state: Tree) -> dict[str, Tree]:
         """What else a timestep says, such as `alive` (see `TimeStep.extras`); by default nothing."""
         return {}
@@ -99,12 +106,13 @@ class TensorEnv:
         count = torch.where(was_last, 0, count + 1)
         limit = self.spec.max_episode_steps
         truncated = count >= limit if limit is not None else torch.zeros_like(was_last)
+        cut = self.truncated(inner)
         timestep = make_timestep(
             self.observe(inner),
             reward,
             reset=was_last,
             terminated=terminated,
-            truncated=truncated,
+            truncated=truncated if cut is None else truncated | cut,
             extras=self.extras(inner),
         )
         return (inner, count, timestep.step_type == LAST), timestep

@@ -137,6 +137,8 @@ def _check_methods(env: TensorEnv, keys: Tensor) -> None:
     observation = called("observe", state=state)
     _check_observation(env.spec, observation, keys.shape[0], keys.device)
     called("extras", state=state)
+    if (cut := called("truncated", state=state)) is not None:
+        require_tensor(cut, (keys.shape[0],), torch.bool, keys.device, "truncated()")
     _require_alike("restart", called("restart", state=state, keys=keys), state, keys)
     action = random_action(env.spec, observation, keys)
     result = called("transition", state=state, action=action, keys=keys)
