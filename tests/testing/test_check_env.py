@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -469,6 +470,13 @@ class SharesSimulator(HostEnv):
         return None, timestep
 
 
+class IgnoresKeys(HostEnv):
+    """Draws from a generator of the process."""
+
+    def init(self, keys):
+        return super().init(random.split(random.key(int(torch.randint(2**31, ()))), keys.shape[0]))
+
+
 class CopiesSimulator(SharesSimulator):
     def __copy__(self):
         return CopiesSimulator(self._env)
@@ -837,3 +845,13 @@ def test_specs_that_no_environment_can_have_are_refused(limit):
 def test_one_environment_is_too_few():
     with pytest.raises(ValueError, match="num_envs=1 is too small"):
         check_env(Walk(), num_envs=1)
+
+
+def test_a_host_environment_that_does_not_repeat_is_told_by_a_warning():
+    told = r"gave other timesteps\[0\]\.observation.* played again with the same keys and actions: runs in it do"
+    with pytest.warns(UserWarning, match=told):
+        check_env(IgnoresKeys(Squad()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(IgnoresKeys(Squad()), copies=False)
+        check_env(HostEnv(Squad()))

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,7 +68,8 @@ def check_env(
     Plays with random actions and looks at every step; then, as far as the environment's traits promise it,
     repeats steps to see that they are pure, that rows do not influence each other, that gradients flow, that
     operators of the user's own return what they promise to the compiler, and that vmapped and compiled steps give
-    the same. A host environment has no traits: it is played, and copies of it side by side, as pools of Sebulba are.
+    the same. A host environment has no traits: it is played, and copies of it side by side, as pools of Sebulba are;
+    a warning says if it does not repeat with the same keys.
 
     Args:
       env: the environment; its state is left as the last step left it.
@@ -248,10 +250,16 @@ def _check_copies(copies: list[Env], env_keys: Tensor, action_keys: Tensor, num_
     alone, again, shared, other = copies
     try:
         expected = played(alone, None)
-        repeats = difference(played(again, None), expected, "timesteps") is None  # what does not cannot be compared
-        changed = repeats and difference(played(shared, other), expected, "timesteps")
+        other_again = difference(played(again, None), expected, "timesteps")  # what does not repeat cannot be compared
+        changed = other_again is None and difference(played(shared, other), expected, "timesteps")
     finally:
         close_all(copies)
+    if other_again is not None:
+        warnings.warn(
+            f"the environment gave other {other_again} when it was played again with the same keys and actions: runs "
+            "in it do not repeat; draw from what the seed of reset() sets (of Gymnasium's, self.np_random).",
+            stacklevel=3,
+        )
     require(
         not changed,
         "Copies of an environment on the host (copy.copy, as each of Sebulba's pools steps one) must not share what "
