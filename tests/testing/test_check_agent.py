@@ -72,6 +72,21 @@ class Small(Agent):
         return {"actor": ("actor.",), "critic": ("critic.",)}
 
 
+class Column(Small):
+    """A critic whose `[R, 1]` meets rewards `[R]`."""
+
+    def __init__(self, by_mean=False):
+        super().__init__()
+        self.by_mean = by_mean
+
+    def loss(self, batch, keys, target):
+        out, b = super().loss(batch, keys, target), batch.steps
+        critic = (self.critic(self.features(b["observation"])) - b["reward"]).square()
+        return out._replace(
+            loss={**out.loss, "critic": critic.mean() if self.by_mean else (critic * b["weight"]).sum()}
+        )
+
+
 class Recurrent(Small):
     """Remembers a leaky sum of what it saw; its loss sees whole sequences."""
 
@@ -497,7 +512,10 @@ def coupled_gradient(agent, out, batch):
         (AveragesOverWeights, "loss() must be a sum over rows weighted by steps['weight']"),
         (loss_with(unweighted_metric), "and so must its metrics; result[1]['log_prob'] is not"),
         (loss_with(coupled_gradient), "Rows of weight 0 must contribute no gradient; they change"),
-        (Normalises, "What looks at the whole minibatch, such as advantage normalisation, is the learner's"),
+        (Column, "Rows of weight 0 must contribute no gradient; they change gradient['critic.weight']: [256, 1] be"),
+        (Column, '`critic = (self.critic(self.features(b["observation"])) - b["reward"]).square()`); each row meets'),
+        (lambda: Column(by_mean=True), "result[0]['critic'] is not: [256, 1] beside [256] makes [256, 256] (test_ch"),
+        (Normalises, "what looks at the whole minibatch, such as advantage normalisation, is the learner's"),
         (DividesByRows, "Doubling the rows with half the weights must give the same loss; result[0]['actor'] differs."),
         (
             UnusedParameter,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchpod import random
@@ -519,26 +520,61 @@ def _check_weights(
 
     whole = value(batch)
     changed = difference(add(value(weigh(kept.float())), value(weigh((~kept).float()))), whole, "result", **TOLERANCE)
-    require(
-        changed is None or loss(params, batch, keys[0])[1].buffers,  # running statistics are of all rows that count
-        f"loss() must be a sum over rows weighted by steps['weight'], and so must its metrics; {changed} is not: its "
-        "values for two halves of the weights do not add up to that for all of them.",
-    )
+    if changed is not None and not loss(params, batch, keys[0])[1].buffers:  # running statistics are of all that count
+        told = "its values for two halves of the weights do not add up to that for all of them."
+        raise ContractError(
+            "loss() must be a sum over rows weighted by steps['weight'], and so must its metrics; "
+            f"{changed} is not: {_columns_beside_rows(lambda: value(batch), num) or told}"
+        )
     index = torch.where(kept, torch.arange(num, device=weight.device), 0)  # rows of weight 0 become copies of row 0
     altered = weigh(kept.float(), _select(batch, index, axis))
     changed = difference(
         gradient(params, altered, keys[0]), gradient(params, weigh(kept.float()), keys[0]), "gradient", **TOLERANCE
     )
-    require(
-        changed is None,
-        f"Rows of weight 0 must contribute no gradient; they change {changed}. What looks at the whole minibatch, such "
-        "as advantage normalisation, is the learner's: see Agent.standardise.",
-    )
+    if changed is not None:
+        told = (
+            "what looks at the whole minibatch, such as advantage normalisation, is the learner's: see "
+            "Agent.standardise."
+        )
+        raise ContractError(
+            f"Rows of weight 0 must contribute no gradient; they change {changed}: "
+            f"{_columns_beside_rows(lambda: value(batch), num) or told}"
+        )
     if difference(value(batch, keys[1]), whole, "result") is not None:
         return  # noise is drawn per row of the minibatch: other rows, other noise
     twice = weigh(0.5, _select(batch, torch.arange(num, device=weight.device).repeat(2), axis))
     changed = difference(value(twice), whole, "result", **TOLERANCE)
     require(changed is None, f"Doubling the rows with half the weights must give the same loss; {changed} differs.")
+
+
+class _OuterError(ValueError):
+    """`[R, 1]` beside `[R]`."""
+
+
+class _Outer(TorchFunctionMode):
+    """Raises `_OuterError` where a column of `num` rows and a vector of them make a square."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self._num = num
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, num = func(*args, **(kwargs or {})), self._num
+        shapes = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        square = isinstance(result, Tensor) and result.shape == (num, num)
+        if square and (num, 1) in shapes and {(num,), (1, num)} & {*shapes}:
+            raise _OuterError(f"[{num}, 1] beside [{num}] makes [{num}, {num}]")
+        return result
+
+
+def _columns_beside_rows(loss: Callable[[], Any], num: int) -> str:
+    """Where a `[R, 1]` that should be `[R]` makes every row meet every other, as a sentence; empty if nowhere."""
+    try:
+        with _Outer(num):
+            loss()
+    except _OuterError as error:
+        return f"{raised(error)[0].partition(': ')[2]}; each row meets every other: take squeeze(-1) of the former."
+    return ""
 
 
 def _select(batch: Batch, index: Tensor, axis: int) -> Batch:
