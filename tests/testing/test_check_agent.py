@@ -82,9 +82,9 @@ class Column(Small):
     def loss(self, batch, keys, target):
         out, b = super().loss(batch, keys, target), batch.steps
         critic = (self.critic(self.features(b["observation"])) - b["reward"]).square()
-        return out._replace(
-            loss={**out.loss, "critic": critic.mean() if self.by_mean else (critic * b["weight"]).sum()}
-        )
+        assert isinstance(out.loss, dict)
+        critic = critic.mean() if self.by_mean else (critic * b["weight"]).sum()
+        return out._replace(loss=out.loss | {"critic": critic})
 
 
 class Recurrent(Small):
