@@ -6,8 +6,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from torchpod.arguments import Parser
+from torchpod.arguments import Parser, require_writable
 
 if __name__ == "bench":
     raise ImportError("import torchpod.bench, not bench")
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     if args.only is not None and args.suite not in HAVE_PARTS:
         told = f"{', '.join(HAVE_PARTS[:-1])} and {HAVE_PARTS[-1]}"
         raise ValueError(f"--only {args.only!r} is for the suites {told}; {args.suite} is run whole.")
-    harness.check_writable(args.json)
+    require_writable("--json", harness.RESULTS / "x.json" if args.json is None else Path(args.json))
     options = {} if args.only is None else {"only": args.only}
     suite = importlib.import_module(f"{__name__}.{SUITES[args.suite]}")
     with _ended_by_sigterm():

@@ -8,7 +8,6 @@ import datetime
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,24 +112,6 @@ class Record:
         for name, sentence in self.failures + implied:
             print(f"torchpod bench: {name}: {sentence}", file=sys.stderr)
         self.status = 1 if self.failures or implied else 0
-
-
-def check_writable(json_path: str | None) -> None:
-    """That `write_results` can write there, before an hour of measuring; the folder is made.
-
-    Raises:
-      ValueError: if it cannot.
-    """
-    path = RESULTS / "x.json" if json_path is None else Path(json_path)
-    if path.is_dir():
-        raise ValueError(f"--json wants a file for the rows, and {path} is a folder: name a file in it.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ValueError(
-            f"no rows can be written to {path.parent}: {error.strerror}; name a file elsewhere with --json."
-        ) from None
 
 
 def write_results(

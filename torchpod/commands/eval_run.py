@@ -61,7 +61,7 @@ def load(run_dir: Path | str, *, env: Env | None = None) -> Run:
         run_dir,
         json.loads(summary.read_text()) if summary.is_file() else {},
         agent,
-        _fitting(run_dir, config, agent, weights, folder),
+        fitting(run_dir, config, agent, weights, folder),
     )
 
 
@@ -133,7 +133,7 @@ def eval_run(
         if episode is not None:
             require_writable("--episode", episode)
         agent = make_agent(config.algo, env.spec)()
-        weights = _fitting(run_dir, config, agent, weights, folder, overrides)
+        weights = fitting(run_dir, config, agent, weights, folder, overrides)
         if instead:
             agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
         where = torch.device(device if env.traits.pure else "cpu")
@@ -176,7 +176,7 @@ def eval_run(
         close_all([env])
 
 
-def _fitting(
+def fitting(
     run_dir: Path, config: TrainConfig, agent: Agent, weights: Variables, folder: Path, overrides: Sequence[str] = ()
 ) -> Variables:
     """What the run acts with, of the weights in `folder`; `CheckpointError` if they are not those of the agent."""

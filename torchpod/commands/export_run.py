@@ -9,9 +9,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from torchpod import checkpoint, random
-from torchpod.agent import variables_of
-from torchpod.checkpoint import CheckpointError
-from torchpod.commands.eval_run import acting_weights
+from torchpod.commands.eval_run import fitting
 from torchpod.files import replacing
 from torchpod.interop.policy import Greedy
 from torchpod.makers import make_agent, make_env
@@ -56,11 +54,7 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
     env = make_env(config.env)
     try:
         agent = make_agent(config.algo, env.spec)()
-        lead = () if member is None else (config.population,)
-        here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
-        if here != {name: tuple(x.shape) for name, x in weights.items()}:
-            raise CheckpointError(f"{folder} does not fit the agent and the environment of {run_dir / 'config.yaml'}.")
-        weights = acting_weights(config, agent, weights, int(folder.name))
+        weights = fitting(run_dir, config, agent, weights, folder)
         if member is not None:
             weights = {name: x[member] for name, x in weights.items()}
         _, timestep = env.init(random.split(random.key(0), EXAMPLE_SIZE))
