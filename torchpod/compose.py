@@ -83,17 +83,30 @@ def changed_env(env: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
       ConfigError: for what is no setting of an environment, or cannot be read. Whether there is such a setting, the
         environment says when it is made.
     """
-    for item in overrides:
-        if item[:1] == "~" or "=" not in item or not (_key(item) == "env" or _key(item).startswith("env.")):
+    items = [item.lstrip("+") for item in overrides]
+    for item in items:
+        key, equals, value = item.partition("=")
+        if key == "env.name" and equals:
+            raise ConfigError(f"env.name is set by env, with all settings that belong to it; write env={value}.")
+        if not equals or not re.fullmatch(r"env(\.\w+)*", key):
             raise ConfigError(f"{item} is no setting of the environment alone; write env.NAME=VALUE, or env=ANOTHER.")
-    if "env" in map(_key, overrides):
-        return load(overrides).env
-    settings = OmegaConf.create({"env": dict(env)})
-    for item in overrides:
-        if told := _misread(item):
-            raise ConfigError(told)
-        OmegaConf.update(settings, _key(item), OverridesParser.create().parse_override(item).value(), force_add=True)
-    return typing.cast(dict[str, Any], OmegaConf.to_container(settings, resolve=True))["env"]
+        try:
+            several = OverridesParser.create().parse_override(item).is_sweep_override()
+        except HydraException as error:
+            raise ConfigError(_misread(item)) from error
+        if several:
+            told = "an evaluation is in one environment"
+            raise ConfigError(f"{item} is several values, and {told}; write {key}=[{value}] for a list.")
+    if any(item.startswith("env=") for item in items):
+        return load([item if item.startswith("env=") else f"++{item}" for item in items]).env
+    try:
+        settings = OmegaConf.create({"env": dict(env)})
+        for item in items:
+            value = OverridesParser.create().parse_override(item).value()
+            OmegaConf.update(settings, item.partition("=")[0], value, force_add=True)
+        return typing.cast(dict[str, Any], OmegaConf.to_container(settings, resolve=True))["env"]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the environment cannot be changed by {' '.join(items)}: {_one_line(error)}") from error
 
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
@@ -116,6 +129,8 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
                 told = f"there is no file {path}{colon}; give {group}=path/to/file.py:Class with where it is"
                 raise ConfigError(f"{item}: {told}.")
             settings[group] = {**settings[group], "name": f"{Path(path).resolve()}{colon}{attribute}"}
+    if settings.get("init_from"):  # the same run, however it is named
+        settings["init_from"] = str(Path(str(settings["init_from"])).resolve())
     return settings
 
 

@@ -206,6 +206,8 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(f"device={config.device} is not known; use cpu, cuda or cuda:INDEX.")
     if config.run_dir == "":
         raise ConfigError("run_dir is empty; name a folder, or leave it out.")
+    if config.init_from == "":
+        raise ConfigError("init_from is empty; name a run folder, or leave it out.")
     if not config.checkpoint.interval_s >= 0:
         raise ConfigError(f"checkpoint.interval_s={config.checkpoint.interval_s} must be at least 0.")
     if config.loop.name not in ("anakin", "sebulba"):

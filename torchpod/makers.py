@@ -71,7 +71,8 @@ def _make_bare(config: dict[str, Any]) -> Env:
     if config["name"].startswith(OBJECT):
         raise ConfigError(
             f"env={config['name']} was a Python object; hand it over again, in Python: train(env=..., resume=RUN), "
-            "torchpod.load(RUN, env=...), or torchpod.commands.eval_run.eval_run(RUN, episodes=..., env=...)."
+            "torchpod.load(RUN, env=...), or torchpod.commands.eval_run.eval_run(RUN, episodes=..., env=...); torchpod "
+            "eval RUN also takes env=my_env.py:MyEnv."
         )
     arguments = {k: v for k, v in config.items() if k != "name"}
     maker = find(config["name"], envs.MAKERS, "env")

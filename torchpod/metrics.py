@@ -92,7 +92,7 @@ class JsonlSink:
             self._file = open(self.path, "ab", buffering=0)
 
     def write(self, row: Row) -> None:
-        line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
+        line = json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
         with writing(self.path):
             if self._file.write(line) != len(line):
                 raise OSError("only a part of a row was written: is the disk full?")
@@ -160,10 +160,13 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return rows
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Lists and mappings of numbers as JSON has them: null for what is NaN or infinite."""
+    if isinstance(value, dict):
+        return {name: finite(x) for name, x in value.items()}
     if isinstance(value, list):
-        return [_finite(x) for x in value]
-    return value if math.isfinite(value) else None
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _nan(value: Any) -> Any:

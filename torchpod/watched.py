@@ -125,14 +125,14 @@ class _Clock:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may ask while its thread does
+        self.lock = threading.RLock()  # a signal handler may ask while its thread does
         self._thread: threading.Thread | None = None
         self._last = 0.0, 0.0
         self._stops: deque[tuple[float, float]] = deque(maxlen=100)  # when each ended, and how long it was
 
     def start(self) -> None:
         """Does something once."""
-        with self._lock:
+        with self.lock:
             if self._thread is None or not self._thread.is_alive():
                 self._last = time.perf_counter(), time.process_time()
                 self._thread = threading.Thread(target=self._run, name="torchpod-clock", daemon=True)
@@ -141,7 +141,7 @@ class _Clock:
     def waited_s(self, since: float) -> float:
         """Seconds since a moment, by `time.perf_counter`, without those in which the process was stopped."""
         self.start()
-        with self._lock:
+        with self.lock:
             self._look()  # if the process has just gone on, the thread may not have looked yet
             return time.perf_counter() - since - sum(length for end, length in self._stops if end > since)
 
@@ -155,7 +155,7 @@ class _Clock:
     def _run(self) -> None:
         while True:
             time.sleep(_LOOK_S)
-            with self._lock:
+            with self.lock:
                 self._look()
 
 
@@ -232,6 +232,13 @@ class _Watchdog:
 
 
 _WATCHDOG = _Watchdog()
+
+
+def _new_locks() -> None:
+    CLOCK.lock, _WATCHDOG.lock = threading.RLock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_locks)  # a thread of the parent's may have held them
 
 
 def watching(

@@ -31,6 +31,8 @@ _ANSWERS = {
 }
 _USUAL = [float, bool, bool, dict]
 """Types of reward, terminated, truncated and info."""
+_TOLD = "info_keywords/"
+"""Before a keyword, on its way through Gymnasium, which has names of its own."""
 _LAST_STEP_S = 1.0
 """How long `close` waits for workers that are in a step."""
 _STEPPED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -276,8 +278,9 @@ class Gymnasium:
         if not self._info_keywords:
             return timestep
         none = np.zeros(len(self._was_last), np.float32)
-        told = {name: torch.from_numpy(info.get(name, none).astype(np.float32)) for name in self._info_keywords}
-        return timestep._replace(extras=timestep.extras | {"episode": told})
+        told = {name: info.get(_TOLD + name, none).astype(np.float32) for name in self._info_keywords}
+        episode = {name: torch.from_numpy(x) for name, x in told.items()}
+        return timestep._replace(extras=timestep.extras | {"episode": episode})
 
 
 def _names(keywords: Any) -> tuple[str, ...]:
@@ -341,7 +344,7 @@ def _checked(make: Callable[[], Any], name: str, *, observations: bool = False, 
                 raise ValueError(f"{name} gave an observation {wrong}; make them agree.")
             over = keywords and len(answer) == len(_ANSWERS["step"]) and (answer[2] or answer[3])
             # Nobody reads the rest of the info, and a batch of them may be impossible.
-            return *answer[:-1], {key: _number(answer[-1], key, name) for key in keywords} if over else {}
+            return *answer[:-1], {_TOLD + key: _number(answer[-1], key, name) for key in keywords} if over else {}
 
     return Checked(make())
 
@@ -355,8 +358,10 @@ def _number(info: dict[str, Any], key: str, name: str) -> float:
             "out of info_keywords."
         )
     try:
+        if isinstance(info[key], str | bytes):
+            raise TypeError
         return float(np.asarray(info[key]).item())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         told = f"info[{key!r}]={info[key]!r}, which info_keywords names"
         raise ValueError(f"{name} gave {told}; give a number.") from None
 

@@ -256,13 +256,17 @@ def test_a_run_is_evaluated_in_a_changed_environment(run_dir: Path, tmp_path: Pa
         "        super().__init__(max_episode_steps=steps)\n"
     )
     assert evaluated(capsys, run_dir, f"env={another}:Short", "--episodes", 3)["mean"] == 5.0
-    assert evaluated(capsys, run_dir, f"env={another}:Short", "+env.steps=4", "--episodes", 3)["mean"] == 4.0
+    assert evaluated(capsys, run_dir, f"env={another}:Short", "env.steps=4", "--episodes", 3)["mean"] == 4.0
     assert evaluated(capsys, run_dir, "--episodes", 3) == own  # nothing of it stays
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ("env.name=pendulum", "env.name is set by env, with all settings that belong to it; write env=pendulum."),
+        ("env.max_episode_steps@x=5", "env.max_episode_steps@x=5 is no setting of the environment alone"),
+        ("env.max_episode_steps=1,2", "is several values, and an evaluation is in one environment; write env.max_ep"),
+        ("env.max_episode_steps=${foo}", "the environment cannot be changed by env.max_episode_steps=${foo}: Interp"),
         ("num_envs=3", "num_envs=3 is no setting of the environment alone; write env.NAME=VALUE, or env=ANOTHER."),
         ("env.max_episode_steps", "env.max_episode_steps is no setting of the environment alone"),
         ("~env.max_episode_steps", "~env.max_episode_steps is no setting of"),
@@ -279,3 +283,8 @@ def test_what_is_no_environment_for_the_agent_is_refused(run_dir: Path, capsys, 
     assert main(["eval", str(run_dir), given]) == 1
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
+
+
+def test_settings_beside_an_environment_that_is_given_are_refused(run_dir: Path):
+    with pytest.raises(ValueError, match="env.max_episode_steps=7 would change nothing of an environment that is giv"):
+        eval_run(run_dir, episodes=1, env=CartPole(), overrides=["env.max_episode_steps=7"])

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchpod import checkpoint
 from torchpod.agent import Agent
+from torchpod.checkpoint import CheckpointError
 from torchpod.compose import load
 from torchpod.distributed import Ranks
 from torchpod.main import main
@@ -310,11 +311,73 @@ def test_a_run_that_goes_on_does_not_begin_again_as_another(alone: Run, tmp_path
     straight = train_alone(tmp_path / "straight", f"init_from={source}", iterations=4)
     run = train_alone(tmp_path / "run", f"init_from={source}", "algo.learner.anneal_learning_rate=false")
     shutil.rmtree(source)
-    assert main(["train", f"resume={run.dir}", f"total_env_steps={4 * STEPS}", "init_from=elsewhere"]) == 1
-    told = f"init_from=elsewhere cannot change: {run.dir} has {source}; leave it out, or start a new run."
+    assert main(["train", f"resume={run.dir}", f"total_env_steps={4 * STEPS}", f"init_from={tmp_path}/other"]) == 1
+    told = f"init_from={tmp_path}/other cannot change: {run.dir} has {source}; leave it out, or start a new run."
     assert told in capsys.readouterr().err
-    more = execute(load([f"resume={run.dir}", f"total_env_steps={4 * STEPS}"]))
+    same = f"init_from={tmp_path}/./source/"
+    more = execute(load([f"resume={run.dir}", f"total_env_steps={4 * STEPS}", same]))
     assert more.summary["env_steps"] == straight.summary["env_steps"] and not equal(learned(more), learned(run))
+
+
+def test_a_run_looked_for_is_not_the_one_that_it_begins_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`resume=auto` looks among those of the same experiment and seed."""
+    monkeypatch.chdir(tmp_path)
+    first = execute(load([*ALONE, f"total_env_steps={2 * STEPS}"]))
+    again = ["resume=auto", f"init_from={first.dir}", "env.max_episode_steps=50"]
+    second = execute(load([*ALONE, f"total_env_steps={STEPS}", *again]))
+    assert second.dir != first.dir and second.summary["env_steps"] <= STEPS
+    third = execute(load([*ALONE, f"total_env_steps={3 * STEPS}", *again]))
+    assert third.dir == second.dir and third.summary["env_steps"] > STEPS
+
+
+TORCHRL = ("algo=torchrl", "env=cartpole", *(x for x in ALONE if not x.startswith(("algo=", "env=", "algo.agent"))))
+CATEGORICAL = (
+    *("loss=DistributionalDQNLoss", "algo.agent.hidden=[8]", "algo.agent.num_atoms=11", "algo.agent.low=-10"),
+    *("algo.replay.capacity=512", "algo.replay.min_size=32", "algo.replay.batch_size=8"),
+    "algo.learner.num_minibatches=1",
+)
+
+
+def test_what_follows_from_settings_must_be_the_same(tmp_path: Path):
+    first = execute(load([*TORCHRL, *CATEGORICAL, f"total_env_steps={2 * STEPS}", f"run_dir={tmp_path / 'first'}"]))
+
+    def begun_with(low: float) -> Agent:
+        config = load([*TORCHRL, *CATEGORICAL, f"init_from={first.dir}", f"algo.agent.low={low}"])
+        return with_loaded_weights(make_agent(config.algo, make_env(config.env).spec), config.init_from, Ranks())()
+
+    for name, x in begun_with(-10.0).named_parameters():
+        assert torch.equal(x, first.variables[name])
+    with pytest.raises(CheckpointError, match="support follows from settings, and is another one there; give it the"):
+        begun_with(-3.0)
+
+
+def test_a_coefficient_that_a_loss_adapts_begins_as_its_settings_say(tmp_path: Path):
+    settings = [*TORCHRL, "loss=KLPENPPOLoss", "algo.agent.hidden=[8]", "+algo.agent.arguments.beta=5.0"]
+    first = execute(load([*settings, f"total_env_steps={4 * STEPS}", f"run_dir={tmp_path / 'first'}"]))
+    config = load([*settings, f"init_from={first.dir}"])
+    agent = with_loaded_weights(make_agent(config.algo, make_env(config.env).spec), config.init_from, Ranks())()
+    (name,) = (name for name, _ in agent.named_buffers() if name.rpartition(".")[2] == "beta")
+    assert agent.get_buffer(name) == 5.0 != first.variables[name]
+
+
+def test_what_was_drawn_at_random_comes_along(alone: Run):
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("directions", torch.randn(3, 4))
+            self.register_buffer("powers", torch.arange(3.0))
+
+    class Own(Agent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = Features()
+
+    first = Own()
+    folder = checkpoint.save(
+        alone.dir.parent / "own", 1, dict(first.named_buffers()), {}, {}, ranks=Ranks(), keep=1, layers=layers_of(first)
+    )
+    begun = with_loaded_weights(Own, str(folder), Ranks())()
+    assert torch.equal(begun.features.directions, first.features.directions)
 
 
 def test_all_policies_begin_as_those_of_a_run_and_one_as_another(first: Path, tmp_path: Path):
@@ -330,14 +393,16 @@ def test_all_policies_begin_as_those_of_a_run_and_one_as_another(first: Path, tm
 @pytest.mark.parametrize(
     ("source", "overrides", "message"),
     [
-        ("{dir}/nowhere", (), "init_from={dir}/nowhere is no folder; give that of a run, a checkpoint of it, or a"),
+        ("{dir}/nowhere", (), "init_from={dir}/nowhere is no folder; give the folder of a run, a checkpoint of it, or"),
+        ("{run}/metrics.jsonl", (), "init_from={run}/metrics.jsonl holds no weights; give the folder of a run, a ch"),
+        ("", (), "init_from is empty; name a run folder, or leave it out."),
         ("{dir}", (), "{dir} holds no checkpoint; give a folder that torchpod train has written."),
         ("{file}", (), "{file} holds no weights of a checkpoint ("),
         (
             "{run}",
             ("algo.agent.hidden=[9]",),
             "the agent cannot begin as {run}/checkpoints/0000000002/weights.safetensors: encoder.net.0.bias is float32 "
-            "[8] there and float32 [9] here; give it the same networks and an environment of the same shapes",
+            "[8] there and float32 [9] here; give it the same networks and an environment of the same shapes.",
         ),
         ("{run}", ("env=mountain_car_continuous",), " there and float"),
         ("{run}", ("algo.agent.normalize_observation=false",), "float64 [3] there and missing here; give it the same"),
@@ -389,7 +454,7 @@ def test_damaged_weights_are_no_beginning(alone: Run, tmp_path: Path, capsys: py
             "{run}",
             ("algo.agent.hidden=[9]",),
             "policies.runner cannot begin as {run}/checkpoints/0000000002/policy-runner.safetensors: encoder.net.0.bias"
-            " is float32 [8] there and float32 [9] here; give it the same agents and networks",
+            " is float32 [8] there and float32 [9] here; give it the same networks and the same agents.",
         ),
         ("{run}", ("algo.agent.normalize_observation=false",), "float64 [21] there and missing here; give it the same"),
         ("{run}", ("algo.agent.normalize_reward=true",), "is missing there and float64 [] here; give it the same"),

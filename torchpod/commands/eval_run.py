@@ -22,6 +22,7 @@ from torchpod.env import Env
 from torchpod.evaluate import evaluate
 from torchpod.learner import Learner, LearnerState
 from torchpod.makers import make_agent, make_env
+from torchpod.metrics import finite
 from torchpod.recording import check_recording, record_episode, save_recording
 from torchpod.replay.learning import iterations_before
 from torchpod.run.execute import Run
@@ -116,6 +117,8 @@ def eval_run(
         raise ValueError(f"--member {member} chooses whose episode is written; add --video or --episode.")
     if member is not None and not 0 <= member < config.population:
         raise ValueError(f"--member {member} must be from 0 to {config.population - 1}.")
+    if env is not None and overrides:
+        raise ValueError(f"{' '.join(overrides)} would change nothing of an environment that is given; leave one out.")
     if episode is not None:
         check_recording(episode)
     folder = checkpoint.latest(run_dir)
@@ -161,7 +164,7 @@ def eval_run(
         told = [eval_returns(own) | unfinished(own) | {"checkpoint": folder.name} for own in each(score)]
         if config.population > 1:
             told = [{"member": i} | own for i, own in enumerate(told)]
-        lines = [json.dumps(line) for line in told]
+        lines = [json.dumps(finite(line)) for line in told]
         if video is not None or episode is not None:
             if config.population > 1:
                 member = int(score.returns.mean(-1).argmax()) if member is None else member

@@ -23,6 +23,7 @@ from torchpod.config import OBJECT, ConfigError, TrainConfig
 from torchpod.distributed import ALONE, Ranks, init, shutdown
 from torchpod.env import Env
 from torchpod.makers import make_agent, make_env, sources, with_defaults
+from torchpod.metrics import finite
 from torchpod.replay.segments import Segments
 from torchpod.run.checks import check_object, check_users_agent, check_users_env
 from torchpod.run.folder import changes, locked, new_run_dir, resume_source, resumed_config, seen_by_all, write_text
@@ -281,5 +282,5 @@ def _conclude(
         raise
     if config.population > 1:
         write_members(run_dir, config, agent, keeper.segments, state, summary, keeper.meta(timing.wall_s))
-    write_text(run_dir / "summary.json", json.dumps(summary, indent=1))  # last: the run is finished
+    write_text(run_dir / "summary.json", json.dumps(finite(summary), indent=1))  # last: the run is finished
     return summary

@@ -62,6 +62,8 @@ def resume_source(config: TrainConfig) -> Path | None:
     else:
         folders = sorted(Path("runs", config.experiment).glob(f"*-seed{config.seed}"), reverse=True)
     folders = [folder for folder in folders if checkpoint.all_of(folder)]
+    if config.init_from is not None and config.run_dir is None:  # what it begins as may have its name and seed
+        folders = [folder for folder in folders if read_config(folder).init_from == config.init_from]
     if config.resume is None and config.run_dir is None:  # restarted: only what this job has written
         job = os.environ.get(JOB)
         if job in (None, "none"):  # torchrun's default for static rendezvous, which every other job has too

@@ -4,8 +4,9 @@ A policy is what the weights of a checkpoint name `policies.NAME.*`, and lies in
 that goes on reads none: its own checkpoint has all. Read checkpoint.py first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,15 @@ from torchpod import checkpoint
 from torchpod.agent import Agent
 from torchpod.checkpoint import CheckpointError
 from torchpod.distributed import Ranks
+from torchpod.nets import RunningMoments
 
 
 def with_loaded_weights(make: Callable[[], Agent], init_from: str | None, ranks: Ranks) -> Callable[[], Agent]:
     """Makes agents that begin as `init_from`, and then as their `begins_as` says.
 
-    They begin with parameters and statistics, not with hyperparameters.
+    They begin with parameters and running statistics, and with buffers that were drawn at random. Hyperparameters and
+    other numbers, such as coefficients that a loss adapts, are as made; what else follows from settings, such as the
+    values of a categorical return, must be the same.
 
     Args:
       make: makes the agents.
@@ -29,15 +33,16 @@ def with_loaded_weights(make: Callable[[], Agent], init_from: str | None, ranks:
     Raises:
       CheckpointError: if there is no such run or policy, or it does not fit.
     """
-    parts = make().begins_as
-    if init_from is None and not parts:
+    like = make()
+    if init_from is None and not like.begins_as:
         return make
     files: dict[str, Path] = {}
     if ranks.rank == 0:
         files |= {} if init_from is None else {"": find_weights(init_from)}
-        files |= {name: find(source, name) for name, source in parts.items()}
+        files |= {name: find(source, name) for name, source in like.begins_as.items()}
     files = ranks.same(files if ranks.rank == 0 else None)
     found = {name: (checkpoint.load_file(file), checkpoint.layers_of(file)) for name, file in files.items()}
+    _require_alike(like, make(), found, files)
 
     def begin() -> Agent:
         agent = make()
@@ -55,8 +60,9 @@ def find_weights(source: str) -> Path:
     if path.suffix == ".safetensors" and path.is_file():
         return path
     if not path.is_dir():
+        problem = "holds no weights" if path.is_file() else "is no folder"
         raise CheckpointError(
-            f"init_from={source} is no folder; give that of a run, a checkpoint of it, or a file of its weights."
+            f"init_from={source} {problem}; give the folder of a run, a checkpoint of it, or its weights.safetensors."
         )
     return (path if (path / "meta.json").is_file() else checkpoint.latest(path)) / "weights.safetensors"
 
@@ -111,28 +117,54 @@ def _layers(part: nn.Module) -> dict[str, str]:
     return found
 
 
+def _require_alike(
+    one: Agent, other: Agent, found: Mapping[str, tuple[dict[str, Tensor], Any]], files: Mapping[str, Path]
+) -> None:
+    """That buffers which are the same in two agents, and so follow from settings, are what they were."""
+    again = dict(other.named_buffers())
+    for name, (theirs, _) in found.items():
+        part = one.get_submodule(name)
+        for key, here in part.named_buffers():
+            there = theirs.get(key)
+            settled = torch.equal(here, again[f"{name}.{key}".lstrip(".")]) and not _is_statistic(part, key)
+            if settled and here.ndim > 0 and there is not None and here.shape == there.shape:
+                if not torch.equal(here, there):
+                    raise CheckpointError(
+                        f"{_told(name, files[name])}: {key} follows from settings, and is another one there; give it "
+                        "the same."
+                    )
+
+
+def _is_statistic(part: nn.Module, key: str) -> bool:
+    return isinstance(part.get_submodule(key.rpartition(".")[0]), RunningMoments)
+
+
+def _told(name: str, file: Path) -> str:
+    return f"{name or 'the agent'} cannot begin as {file}"
+
+
 def _put(agent: Agent, name: str, theirs: dict[str, Tensor], layers: dict[str, str], file: Path) -> None:
-    part = agent.get_submodule(name)
-    told = f"{name or 'the agent'} cannot begin as {file}"
-    agents = {f"{path}.".lstrip("."): own for path, own in part.named_modules() if isinstance(own, Agent)}
-    settings = {prefix + key for prefix, own in agents.items() for key in own.hyperparameters}
+    part, told = agent.get_submodule(name), _told(name, file)
+    agents = {f"{path}.".lstrip(".") for path, own in part.named_modules() if isinstance(own, Agent)}
+    numbers = {key for key, x in part.named_buffers() if x.ndim == 0 and not _is_statistic(part, key)}
     mine = {**dict(part.named_parameters()), **dict(part.named_buffers())}
-    mine = {key: x for key, x in mine.items() if key not in settings}
+    mine = {key: x for key, x in mine.items() if key not in numbers}
 
-    def is_setting(key: str, x: Tensor) -> bool:
-        """A hyperparameter, also if it is one of another algorithm: one number of an agent itself."""
-        return key in settings or (key not in mine and x.ndim == 0 and key[: key.rfind(".") + 1] in agents)
+    def is_number(key: str, x: Tensor) -> bool:
+        """Not loaded: as `numbers`, also if it is one of another algorithm, of an agent itself."""
+        return key in numbers or (key not in mine and x.ndim == 0 and key[: key.rfind(".") + 1] in agents)
 
-    theirs = {key: x for key, x in theirs.items() if not is_setting(key, x)}
+    theirs = {key: x for key, x in theirs.items() if not is_number(key, x)}
     for key in sorted(mine.keys() | theirs.keys()):
         there, here = theirs.get(key), mine.get(key)
         if there is None or here is None or (there.shape, there.dtype) != (here.shape, here.dtype):
-            alike = (
-                "the same agents and networks" if name else "the same networks and an environment of the same shapes"
-            )
+            alike = "the same agents" if name else "an environment of the same shapes"
+            alike = f"the same networks and {alike}"
+            if there is not None and here is not None and there.shape[1:] == here.shape:
+                alike = "one member of that population, RUN/members/0"
             raise CheckpointError(
                 f"{told}: {key} is {checkpoint.describe(there)} there and {checkpoint.describe(here)} here; give it "
-                f"{alike}, of a population RUN/members/0."
+                f"{alike}."
             )
         with torch.no_grad():
             here.copy_(there)

@@ -18,7 +18,7 @@ from torchpod.config import ConfigError, TrainConfig, check_ranges
 from torchpod.distributed import Ranks
 from torchpod.hints import nearest
 from torchpod.learner import LearnerConfig
-from torchpod.metrics import Logger, read_metrics
+from torchpod.metrics import Logger, finite, read_metrics
 from torchpod.replay.segments import Segments, clean
 from torchpod.run.folder import write_text
 from torchpod.run.keeper import save_state
@@ -105,7 +105,7 @@ def write_members(
         own = {"eval_return": summary["members"][p], "env_steps": int(state.env_steps[p])}
         own["healthy"] = bool(state.learner.healthy[p])
         own["resets"] = summary["env_steps"] + summary["resets"] - own["env_steps"]
-        write_text(folder / "summary.json", json.dumps(summary | own, indent=1))
+        write_text(folder / "summary.json", json.dumps(finite(summary | own), indent=1))
         with Logger(folder, resume_at=0) as logger:
             for row in rows:
                 own = {name: value[p] if isinstance(value, list) else value for name, value in row.items()}

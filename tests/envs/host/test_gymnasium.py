@@ -587,13 +587,14 @@ class Goal(gymnasium.Env):
     def step(self, action):
         self.steps, self.good = self.steps + 1, self.good + int(action)
         over = self.steps == self.length
-        info = {"is_success": self.good == self.length, "progress": np.float64(self.good / 4), "how": lambda: None}
+        info = {"is_success": self.good == self.length, "_is_success": np.array([self.good / 4]), "how": lambda: None}
+        info |= {"text": "3", "much": 10**400}
         return ONE, 0.0, False, over, info if over else {"is_success": "not yet"}
 
 
 @pytest.mark.parametrize("processes", IN_THREAD_AND_PROCESSES)
 def test_numbers_of_the_last_info_are_told_of_the_episode(processes, seed):
-    env = Gymnasium(Goal, processes=processes, info_keywords=["is_success", "progress"])
+    env = Gymnasium(Goal, processes=processes, info_keywords=["is_success", "_is_success"])
     generator = torch.Generator().manual_seed(seed)
     lengths = (1 + random.bits(keys(5, seed), 1)[:, 0] % 3).tolist()
     try:
@@ -605,14 +606,14 @@ def test_numbers_of_the_last_info_are_told_of_the_episode(processes, seed):
             action = torch.randint(2, (5,), generator=generator)
             _, timestep = env.step(None, action, keys(5))
             episode = timestep.extras["episode"]
-            assert sorted(episode) == ["is_success", "progress"]
+            assert sorted(episode) == ["_is_success", "is_success"]
             for i, kind in enumerate(timestep.step_type.tolist()):
                 taken[i] = [] if kind == FIRST else [*taken[i], int(action[i])]
                 over = kind == LAST
                 ends += over
                 assert over == (len(taken[i]) == lengths[i])
                 assert episode["is_success"][i] == float(over and all(taken[i]))
-                assert episode["progress"][i] == (sum(taken[i]) / 4 if over else 0.0)
+                assert episode["_is_success"][i] == (sum(taken[i]) / 4 if over else 0.0)
         assert ends > 10
     finally:
         env.close()
@@ -627,13 +628,13 @@ def test_what_is_told_of_episodes_becomes_metrics_of_a_run(tmp_path):
         "        super().reset(seed=seed)\n        self.steps = self.right = 0\n"
         "        return np.zeros(1, np.float32), {}\n\n"
         "    def step(self, action):\n        self.steps, self.right = self.steps + 1, self.right + int(action)\n"
-        "        info = {'right': self.right, 'other': [1, 2]}\n"
+        "        info = {'right': self.right, 'other': [1, 2], 'odd': float('nan')}\n"
         "        return np.zeros(1, np.float32), float(action), False, self.steps == 5, info\n"
     )
     small = ["algo.unroll_length=12", "algo.learner.num_minibatches=1", "algo.agent.hidden=[4]", "compile=false"]
     run = execute(
         load(
-            [f"env={tmp_path}/my_env.py:Walk", "+env.info_keywords=[right]", "loop=sebulba", *small, "num_envs=4"]
+            [f"env={tmp_path}/my_env.py:Walk", "+env.info_keywords=[right,odd]", "loop=sebulba", *small, "num_envs=4"]
             + [f"run_dir={tmp_path}/run", "total_env_steps=192", "evaluation.episodes=3", "logger.console=false"]
         )
     )
@@ -641,8 +642,10 @@ def test_what_is_told_of_episodes_becomes_metrics_of_a_run(tmp_path):
     assert len(rows) == 4 and all(row["episode_right"] == pytest.approx(row["episode_return"]) for row in rows)
     score = run.summary["eval_return"]
     assert score["episode"]["right"] == score["mean"]
-    (said,) = [json.loads(eval_run(tmp_path / "run", episodes=3))]
-    assert said["episode"] == score["episode"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["eval_return"]["episode"]["odd"] is None
+    said = json.loads(eval_run(tmp_path / "run", episodes=3), parse_constant=pytest.fail)
+    assert said["episode"] == summary["eval_return"]["episode"]
 
 
 @pytest.mark.parametrize(
@@ -665,9 +668,11 @@ def test_keywords_that_are_no_names_are_refused(keywords, message):
     [
         (
             "success",
-            "Goal has no success in the info of the last step of an episode, but is_success, progress, how;",
+            "Goal has no success in the info of the last step of an episode, but is_success, _is_success, how",
         ),
         ("how", ", which info_keywords names; give a number."),
+        ("text", "Goal gave info['text']='3', which info_keywords names; give a number."),
+        ("much", "00, which info_keywords names; give a number."),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ERROR")
