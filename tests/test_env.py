@@ -108,3 +108,16 @@ def test_a_rule_that_cannot_be_is_refused(rule, early, message):
     env = type("Other", (Drift,), {"truncated": rule, "spec": spec})()
     with pytest.raises(ContractError, match=message):
         check_env(env, compile=False)
+
+
+def test_a_rule_that_is_promised_and_not_written_is_missed():
+    env = type("Other", (Drift,), {"truncated": TensorEnv.truncated})()
+    with pytest.raises(ContractError, match=r"truncates_early=True needs truncated\(state\), which says where an"):
+        check_env(env, compile=False)
+
+
+@pytest.mark.parametrize("name", ["return", "length"])
+def test_what_is_counted_is_no_metric_of_an_environment(name):
+    env = type("Other", (Drift,), {"extras": lambda self, state: {"episode": {name: state.float()}}})()
+    with pytest.raises(ContractError, match=rf"extras\['episode'\]\['{name}'\] must have another name"):
+        check_env(env, compile=False)

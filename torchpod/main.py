@@ -376,22 +376,26 @@ def train(**settings: Any) -> Run:
 
     Args:
       **settings: the keys of configs/train.yaml; nested ones as dicts: `checkpoint={"keep": 1}`. `env` may be an
-        environment object; `algo` and `env` may name a class in a file, as in "my_agent.py:MyAgent". `overrides` is a
-        list in the grammar of the command line, e.g. `["algo.learner.learning_rate=1e-3"]`.
+        environment object, or a dict with `name` and arguments; `init_from` may be a run; `algo` and `env` may name a
+        class in a file, as in "my_agent.py:MyAgent". `overrides` is a list in the grammar of the command line, e.g.
+        `["algo.learner.learning_rate=1e-3"]`.
 
     Returns:
       The finished run.
     """
     overrides = listed(settings.pop("overrides", ()))
     env = settings.pop("env", None)
-    if isinstance(env, str):
-        overrides.append(f"env={env}")
+    if isinstance(env, str | Mapping):
+        named = {"name": env} if isinstance(env, str) else dict(env)
+        overrides.append(f"env={named.pop('name', None)}")
+        overrides += [f"++env.{name}={_written(value)}" for name, value in named.items()]
         env = None
     return execute(load(overrides + [line for key, value in settings.items() for line in _lines(key, value)]), env=env)
 
 
 def _lines(key: str, value: Any) -> list[str]:
-    """A setting from Python as overrides of the command line."""
+    """A setting from Python as overrides of the command line; a run is its folder."""
+    value = value.dir if isinstance(value, Run) else value
     if isinstance(value, Mapping) and key not in MAPPINGS:
         return [line for name, inner in value.items() for line in _lines(f"{key}.{name}", inner)]
     added = "+" if key.startswith("members.") else ""

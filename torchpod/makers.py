@@ -85,7 +85,8 @@ def _make_bare(config: dict[str, Any]) -> Env:
         host_maker = _HostMaker(str(Path(config["name"]).resolve()), arguments, maker)
         found = adapter_of(env)
         adapter = found[1] if found else ""
-        unknown = [name for name in wrapping if name not in _WRAPPING.get(adapter, ())]
+        refused = {} if env is None else wrapping  # what is nothing is told below
+        unknown = [name for name in refused if name not in _WRAPPING.get(adapter, ())]
         match "" if unknown else adapter:
             case "PettingZoo":
                 env.close()

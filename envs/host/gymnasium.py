@@ -88,7 +88,11 @@ class Gymnasium:
         if not isinstance(task, str):
             needs_nothing(task, "Gymnasium")
         if callable(task) and options:
-            raise ValueError(f"{sorted(options)} are options of gymnasium.make; give them to {task} yourself.")
+            kind, given = getattr(task, "__name__", "it"), ", ".join(f"{name}={x!r}" for name, x in options.items())
+            raise ValueError(
+                f"{sorted(options)} are options of gymnasium.make, for an id; give them to {kind} yourself: "
+                f"Gymnasium(functools.partial({kind}, {given}))."
+            )
         self._make = task if callable(task) else lambda: gymnasium.make(task, **options)
         self._processes, self._info_keywords = processes, _names(info_keywords)
         self.advice = "raise loop.pools_per_actor" if processes else "set env.processes=true"
@@ -108,7 +112,7 @@ class Gymnasium:
                 raise
             extra = "jax" if kind[1] in ("phys2d", "tabular") else kind[1]
             raise ImportError(f"{error}, which {task} needs: pip install 'gymnasium[{extra}]'.") from error
-        name = task if isinstance(task, str) else getattr(task, "__name__", type(probe).__name__)
+        name = task if isinstance(task, str) else getattr(task, "__name__", type(probe.unwrapped).__name__)
         self._spaces = probe.observation_space, probe.action_space
         self.spec, self._to_native = self._described(probe, name)
         probe.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,28 @@ def test_what_is_no_environment_for_the_agent_is_refused(run_dir: Path, capsys, 
 def test_settings_beside_an_environment_that_is_given_are_refused(run_dir: Path):
     with pytest.raises(ValueError, match="env.max_episode_steps=7 would change nothing of an environment that is giv"):
         eval_run(run_dir, episodes=1, env=CartPole(), overrides=["env.max_episode_steps=7"])
+
+
+def test_a_setting_in_a_runs_file_that_is_none_is_told_with_the_file(run_dir: Path, tmp_path: Path, capsys):
+    copy = Path(shutil.copytree(run_dir, tmp_path / "copy"))
+    file = copy / "config.yaml"
+    file.write_text(file.read_text().replace("hidden:", "hiden:"))
+    assert main(["eval", str(copy)]) == 1
+    told = capsys.readouterr().err
+    assert (
+        "algo.agent.hiden is no setting; did you mean hidden? The settings are those of " in told and str(file) in told
+    )
+
+
+def test_a_run_is_short_in_print_and_a_beginning_for_another(run_dir: Path, tmp_path: Path):
+    run = tp.load(run_dir)
+    assert len(repr(run)) < 2000 and str(run_dir) in repr(run)
+    again = tp.train(
+        env={"name": "cartpole", "max_episode_steps": 7},
+        init_from=run,
+        run_dir=tmp_path / "again",
+        total_env_steps=STEPS,
+        overrides=[x for x in SMALL if not x.startswith("env")] + ["algo.learner.learning_rate=0"],
+    )
+    assert json.loads(eval_run(str(again.dir), episodes=2))["mean"] == 7.0
+    assert all(torch.equal(x, run.variables[name]) for name, x in again.variables.items())

@@ -503,6 +503,8 @@ class TestUserEnvironment:
         for name, came in (("nothing", "None"), ("Plain", "one Plain")):
             with pytest.raises(ConfigError, match=rf"{name} gives {came}, which is no environment; it must be a"):
                 tp.train(env=f"{tmp_path / 'made.py'}:{name}")
+        with pytest.raises(ConfigError, match="nothing gives None, which is no environment"):
+            tp.train(env={"name": f"{tmp_path / 'made.py'}:nothing", "info_keywords": ["x"]})
         with pytest.raises(ConfigError, match="has no class nothings; did you mean nothing"):
             tp.train(env=f"{tmp_path / 'made.py'}:nothings")
 

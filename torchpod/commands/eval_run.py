@@ -17,7 +17,7 @@ from torchpod.checkpoint import CheckpointError
 from torchpod.commands.scripted import scripted
 from torchpod.compile import Compiler
 from torchpod.compose import changed_env
-from torchpod.config import TrainConfig
+from torchpod.config import ConfigError, TrainConfig
 from torchpod.env import Env
 from torchpod.evaluate import evaluate
 from torchpod.learner import Learner, LearnerState
@@ -28,6 +28,7 @@ from torchpod.replay.learning import iterations_before
 from torchpod.run.execute import Run
 from torchpod.run.folder import changed_sources, read_config
 from torchpod.run.summary import each, eval_returns, unfinished
+from torchpod.specs import EnvSpec
 from torchpod.video import check_video, record
 from torchpod.watched import close_all, watched
 
@@ -53,7 +54,7 @@ def load(run_dir: Path | str, *, env: Env | None = None) -> Run:
         warnings.warn(told, stacklevel=2)
     made = make_env(config.env) if env is None else env
     try:
-        agent = make_agent(config.algo, made.spec)()
+        agent = _agent_of(run_dir, config, made.spec)
     finally:
         if env is None:
             close_all([made])
@@ -67,7 +68,7 @@ def load(run_dir: Path | str, *, env: Env | None = None) -> Run:
 
 
 def eval_run(
-    run_dir: Path,
+    run_dir: Path | str,
     *,
     episodes: int,
     seed: int | None = None,
@@ -110,6 +111,7 @@ def eval_run(
       ValueError: if the video or the episode cannot be made, nobody can play so, or memory does not suffice.
       ImportError: if the extra for videos is not installed.
     """
+    run_dir = Path(run_dir)
     if episodes < 1:
         raise ValueError(f"--episodes {episodes} must be at least 1.")
     config = read_config(run_dir)
@@ -135,7 +137,7 @@ def eval_run(
             require_writable("--video", video)
         if episode is not None:
             require_writable("--episode", episode)
-        agent = make_agent(config.algo, env.spec)()
+        agent = _agent_of(run_dir, config, env.spec)
         weights = fitting(run_dir, config, agent, weights, folder, overrides)
         if instead:
             agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
@@ -177,6 +179,14 @@ def eval_run(
     finally:
         torch.set_num_threads(threads)
         close_all([env])
+
+
+def _agent_of(run_dir: Path, config: TrainConfig, spec: EnvSpec) -> Agent:
+    try:
+        return make_agent(config.algo, spec)()
+    except ConfigError as error:
+        error.add_note(f"The settings are those of {run_dir / 'config.yaml'}.")
+        raise
 
 
 def fitting(

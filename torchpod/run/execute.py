@@ -7,7 +7,7 @@ happens between two calls to the device is in training.py.
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -47,8 +47,8 @@ class Run:
     dir: Path
     summary: dict[str, Any]
     """What summary.json holds."""
-    agent: Agent
-    variables: dict[str, Tensor]
+    agent: Agent = field(repr=False)
+    variables: dict[str, Tensor] = field(repr=False)
     """Parameters and buffers; with a leading P axis in a population."""
 
     @property

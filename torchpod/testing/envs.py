@@ -134,6 +134,11 @@ def _check_methods(env: TensorEnv, keys: Tensor) -> None:
         _require_unwritten(f"{name}()", arguments, before)
         return result
 
+    require(
+        not env.spec.truncates_early or type(env).truncated is not TensorEnv.truncated,
+        "spec.truncates_early=True needs truncated(state), which says where an episode is cut; write it, or leave "
+        "truncates_early out.",
+    )
     state = called("reset", keys=keys)
     _check_state(state, True, keys)
     observation = called("observe", state=state)
@@ -342,6 +347,11 @@ def _check_timestep(spec: EnvSpec, timestep: TimeStep, keys: Tensor) -> None:
     _check_signal(spec, extras["raw_reward"], size, device, "extras['raw_reward']")
     require_tensor(extras["game_over"], (size,), torch.bool, device, "extras['game_over']")
     require(isinstance(extras.get("episode", {}), dict), "extras['episode'] must be a dict of numbers by name.")
+    for name in ("return", "length"):
+        require(
+            name not in extras.get("episode", {}),
+            f"extras['episode'][{name!r}] must have another name: these two are counted from rewards and ends.",
+        )
     for name, leaf in named_leaves(extras.get("episode", {}), "extras['episode']"):
         require_tensor(leaf, (size,), torch.float32, device, name)
     if "alive" in extras:

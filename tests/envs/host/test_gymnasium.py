@@ -708,3 +708,11 @@ class Timed(Goal):
     def step(self, action):
         self.steps += 1
         return ONE, 0.0, False, False, {"time": self.steps}
+
+
+def test_sentences_name_what_is_inside_wrappers_and_how_to_give_arguments():
+    env = Gymnasium(functools.partial(gymnasium.wrappers.TimeLimit, Goal(), 5))
+    assert env.spec.name == "Goal"
+    told = r"give them to Goal yourself: Gymnasium\(functools.partial\(Goal, radius=0.5\)\)\."
+    with pytest.raises(ValueError, match=told):
+        Gymnasium(Goal, radius=0.5)
