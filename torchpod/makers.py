@@ -85,8 +85,7 @@ def _make_bare(config: dict[str, Any]) -> Env:
         host_maker = _HostMaker(str(Path(config["name"]).resolve()), arguments, maker)
         found = adapter_of(env)
         adapter = found[1] if found else ""
-        refused = {} if env is None else wrapping  # what is nothing is told below
-        unknown = [name for name in refused if name not in _WRAPPING.get(adapter, ())]
+        unknown = [name for name in wrapping if name not in _WRAPPING.get(adapter, ())]
         match "" if unknown else adapter:
             case "PettingZoo":
                 env.close()
@@ -103,7 +102,7 @@ def _make_bare(config: dict[str, Any]) -> Env:
         told = str(error) if isinstance(error, ValueError | ImportError) and str(error) else sentence(error)
         own = {k: v for k, v in arguments.items() if k not in parameters or v != parameters[k].default}
         raise ConfigError(f"env={config['name']} cannot be made with {own}: {told}") from error
-    if unknown:
+    if unknown and hasattr(env, "step"):  # what is no environment at all is told below
         close_all([env])
         kind = "gymnasium.Env" if unknown[0] in _WRAPPING["Gymnasium"] else "pettingzoo.ParallelEnv"
         raise ConfigError(f"env={config['name']} takes no argument {unknown[0]}; it is no {kind}.")

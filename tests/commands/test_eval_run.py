@@ -294,11 +294,11 @@ def test_settings_beside_an_environment_that_is_given_are_refused(run_dir: Path)
 def test_a_setting_in_a_runs_file_that_is_none_is_told_with_the_file(run_dir: Path, tmp_path: Path, capsys):
     copy = Path(shutil.copytree(run_dir, tmp_path / "copy"))
     file = copy / "config.yaml"
-    file.write_text(file.read_text().replace("hidden:", "hiden:"))
+    file.write_text(file.read_text().replace("hidden:", "hidd:"))
     assert main(["eval", str(copy)]) == 1
     told = capsys.readouterr().err
     assert (
-        "algo.agent.hiden is no setting; did you mean hidden? The settings are those of " in told and str(file) in told
+        "algo.agent.hidd is no setting; did you mean hidden? The settings are those of " in told and str(file) in told
     )
 
 
