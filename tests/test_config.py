@@ -15,7 +15,7 @@ from tests.users import AGENT_FILE, ENV_FILE, TINY
 from torchpod import algos, configs, envs
 from torchpod.algos.torchrl import CONTINUOUS, MULTI_AGENT
 from torchpod.compose import choices, load
-from torchpod.config import ConfigError, TrainConfig, default_experiment, from_dict
+from torchpod.config import ConfigError, TrainConfig, default_experiment, from_dict, plain
 from torchpod.run.execute import execute
 
 
@@ -83,7 +83,7 @@ def test_the_keys_of_an_environment_are_the_arguments_of_its_class(name: str):
     parameters = inspect.signature(envs.MAKERS[name]).parameters.values()
     named = [parameter for parameter in parameters if parameter.kind != inspect.Parameter.VAR_KEYWORD]
     defaults = {p.name: values[p.name] if p.default is inspect.Parameter.empty else p.default for p in named}
-    assert values == {"name": name} | defaults
+    assert values == {"name": name} | plain(defaults)
 
 
 @pytest.mark.parametrize("name", choices("experiment"))

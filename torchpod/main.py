@@ -181,7 +181,11 @@ def _eval(rest: list[str]) -> int:
     parser = Parser("torchpod eval")
     parser.add_argument("run", type=Path)
     parser.add_argument(
-        "overrides", nargs="*", metavar="env.NAME=VALUE", help="what is other in the environment, or env=ANOTHER"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="env.NAME=VALUE",
+        help="what is other in the environment, or env=ANOTHER",
     )
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument(
