@@ -396,6 +396,7 @@ def test_all_policies_begin_as_those_of_a_run_and_one_as_another(first: Path, tm
         ("{dir}/nowhere", (), "init_from={dir}/nowhere is no folder; give the folder of a run, a checkpoint of it, or"),
         ("{run}/metrics.jsonl", (), "init_from={run}/metrics.jsonl holds no weights; give the folder of a run, a ch"),
         ("", (), "init_from is empty; name a run folder, or leave it out."),
+        ("{run}/..", (), " is a folder of runs; name one of them, e.g. {run}"),
         ("{dir}", (), "{dir} holds no checkpoint; give a folder that torchpod train has written."),
         ("{file}", (), "{file} holds no weights of a checkpoint ("),
         (

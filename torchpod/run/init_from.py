@@ -64,6 +64,8 @@ def find_weights(source: str) -> Path:
         raise CheckpointError(
             f"init_from={source} {problem}; give the folder of a run, a checkpoint of it, or its weights.safetensors."
         )
+    if runs := sorted(file.parent for file in path.glob("*/config.yaml")):
+        raise CheckpointError(f"init_from={source} is a folder of runs; name one of them, e.g. {runs[-1]}.")
     return (path if (path / "meta.json").is_file() else checkpoint.latest(path)) / "weights.safetensors"
 
 
