@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from tests.sebulba.commands import session_of
+from tests.users import AGENT_FILE, ENV_FILE
 from torchpod import checkpoint
 from torchpod.compose import load
 from torchpod.hints import nearest
@@ -25,8 +26,6 @@ from torchpod.main import COMMANDS, _lines, main, train
 from torchpod.run.folder import JOB, resume_source
 from torchpod.run.judge import Judge
 
-ENV_FILE = Path(__file__).parent / "user_env.py"
-AGENT_FILE = Path(__file__).parent / "user_agent.py"
 SMALL = (
     "compile=false",
     "logger.console=false",

@@ -83,30 +83,31 @@ def changed_env(env: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
       ConfigError: for what is no setting of an environment, or cannot be read. Whether there is such a setting, the
         environment says when it is made.
     """
-    items = [item.lstrip("+") for item in overrides]
-    for item in items:
+    values = {}
+    for item in (given.lstrip("+") for given in overrides):
         key, equals, value = item.partition("=")
         if key == "env.name" and equals:
             raise ConfigError(f"env.name is set by env, with all settings that belong to it; write env={value}.")
         if not equals or not re.fullmatch(r"env(\.\w+)*", key):
             raise ConfigError(f"{item} is no setting of the environment alone; write env.NAME=VALUE, or env=ANOTHER.")
         try:
-            several = OverridesParser.create().parse_override(item).is_sweep_override()
+            parsed = OverridesParser.create().parse_override(item)
         except HydraException as error:
             raise ConfigError(_misread(item)) from error
-        if several:
+        if parsed.is_sweep_override():
             told = "an evaluation is in one environment"
             raise ConfigError(f"{item} is several values, and {told}; write {key}=[{value}] for a list.")
-    if any(item.startswith("env=") for item in items):
-        return load([item if item.startswith("env=") else f"++{item}" for item in items]).env
+        values[key] = item, parsed.value()
+    if "env" in values:
+        return load([item if key == "env" else f"++{item}" for key, (item, _) in values.items()]).env
     try:
         settings = OmegaConf.create({"env": dict(env)})
-        for item in items:
-            value = OverridesParser.create().parse_override(item).value()
-            OmegaConf.update(settings, item.partition("=")[0], value, force_add=True)
+        for key, (_, value) in values.items():
+            OmegaConf.update(settings, key, value, force_add=True)
         return typing.cast(dict[str, Any], OmegaConf.to_container(settings, resolve=True))["env"]
     except OmegaConfBaseException as error:
-        raise ConfigError(f"the environment cannot be changed by {' '.join(items)}: {_one_line(error)}") from error
+        told = " ".join(item for item, _ in values.values())
+        raise ConfigError(f"the environment cannot be changed by {told}: {_one_line(error)}") from error
 
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:

@@ -422,21 +422,33 @@ def test_an_agent_that_does_not_fit_is_refused_in_one_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    file = tmp_path / "other.safetensors"
+    is_refused([*ALONE, "init_from=" + source, *overrides], message, alone.dir, tmp_path, capsys)
+
+
+def is_refused(settings: list[str], message: str, run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a sentence, before there is a run folder; {run}, {dir} and {file}, which holds no weights, are paths."""
+    file = folder / "other.safetensors"
     file.write_text("nothing")
-    names = {"dir": tmp_path, "run": alone.dir, "file": file}
-    given = [f"init_from={source.format(**names)}", *overrides, f"run_dir={tmp_path / 'new'}"]
-    assert main(["train", *ALONE, *given]) == 1
+
+    def named(text: str) -> str:
+        return text.replace("{run}", str(run)).replace("{dir}", str(folder)).replace("{file}", str(file))
+
+    assert main(["train", *map(named, settings), f"run_dir={folder / 'new'}"]) == 1
     error = capsys.readouterr().err
-    assert message.format(**names) in error and error.count("\n") == 1
-    assert not (tmp_path / "new").exists()
+    assert named(message) in error and error.count("\n") == 1
+    assert not (folder / "new").exists()
+
+
+def damaged(file: Path) -> Path:
+    """A file whose last byte is another."""
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    return file
 
 
 def test_damaged_weights_are_no_beginning(alone: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     copy = shutil.copytree(alone.dir, tmp_path / "copy")
-    file = checkpoint.latest(copy) / "weights.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    file = damaged(checkpoint.latest(copy) / "weights.safetensors")
     assert main(["train", *ALONE, f"init_from={copy}", f"run_dir={tmp_path / 'new'}"]) == 1
     assert f"{file} is missing or damaged" in capsys.readouterr().err
 
@@ -465,7 +477,7 @@ def test_damaged_weights_are_no_beginning(alone: Run, tmp_path: Path, capsys: py
             "encoder.net.1 is Tanh there and ReLU here; give it the same networks, algo.agent.activation among",
         ),
         ("{file}", (), "{file} holds no weights of a checkpoint ("),
-        ("3", (), "policies.runner.from=3 must name a run folder, e.g. {{from: runs/first}}."),
+        ("3", (), "policies.runner.from=3 must name a run folder, e.g. {from: runs/first}."),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_one_sentence(
@@ -476,22 +488,14 @@ def test_what_cannot_be_loaded_is_refused_in_one_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    file = tmp_path / "other.safetensors"
-    file.write_text("nothing")
-    names = {"dir": tmp_path, "run": first, "file": file}
-    assert main(["train", *SETTINGS, from_(source.format(**names)), *overrides, f"run_dir={tmp_path / 'new'}"]) == 1
-    error = capsys.readouterr().err
-    assert message.format(**names) in error and error.count("\n") == 1
-    assert not (tmp_path / "new").exists()
+    is_refused([*SETTINGS, from_(source), *overrides], message, first, tmp_path, capsys)
 
 
 def test_a_damaged_file_is_refused_by_those_who_load_it_and_not_needed_on_resume(
     first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     copy = shutil.copytree(first, tmp_path / "copy")
-    file = checkpoint.policies_of(checkpoint.latest(copy))["runner"]
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    file = damaged(checkpoint.policies_of(checkpoint.latest(copy))["runner"])
     assert main(["train", *SETTINGS, from_(copy), f"run_dir={tmp_path / 'new'}"]) == 1
     assert f"{file} is missing or damaged" in capsys.readouterr().err
     more = [f"total_env_steps={3 * STEPS}", "logger.console=false"]

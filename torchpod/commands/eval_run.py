@@ -54,17 +54,12 @@ def load(run_dir: Path | str, *, env: Env | None = None) -> Run:
         warnings.warn(told, stacklevel=2)
     made = make_env(config.env) if env is None else env
     try:
-        agent = _agent_of(run_dir, config, made.spec)
+        agent, weights = restored(run_dir, config, made.spec, weights, folder)
     finally:
         if env is None:
             close_all([made])
     summary = run_dir / "summary.json"
-    return Run(
-        run_dir,
-        json.loads(summary.read_text()) if summary.is_file() else {},
-        agent,
-        fitting(run_dir, config, agent, weights, folder),
-    )
+    return Run(run_dir, json.loads(summary.read_text()) if summary.is_file() else {}, agent, weights)
 
 
 def eval_run(
@@ -137,8 +132,7 @@ def eval_run(
             require_writable("--video", video)
         if episode is not None:
             require_writable("--episode", episode)
-        agent = _agent_of(run_dir, config, env.spec)
-        weights = fitting(run_dir, config, agent, weights, folder, overrides)
+        agent, weights = restored(run_dir, config, env.spec, weights, folder, overrides)
         if instead:
             agent, weights = scripted(agent, env.spec, instead), {f"agent.{name}": x for name, x in weights.items()}
         where = torch.device(device if env.traits.pure else "cpu")
@@ -181,18 +175,20 @@ def eval_run(
         close_all([env])
 
 
-def _agent_of(run_dir: Path, config: TrainConfig, spec: EnvSpec) -> Agent:
+def restored(
+    run_dir: Path, config: TrainConfig, spec: EnvSpec, weights: Variables, folder: Path, overrides: Sequence[str] = ()
+) -> tuple[Agent, Variables]:
+    """The agent of a run, and what it acts with, of the weights in `folder`.
+
+    Raises:
+      CheckpointError: if they are not those of the agent, in this environment, which is changed by `overrides`.
+      ConfigError: if the settings are not the agent's.
+    """
     try:
-        return make_agent(config.algo, spec)()
+        agent = make_agent(config.algo, spec)()
     except ConfigError as error:
         error.add_note(f"The settings are those of {run_dir / 'config.yaml'}.")
         raise
-
-
-def fitting(
-    run_dir: Path, config: TrainConfig, agent: Agent, weights: Variables, folder: Path, overrides: Sequence[str] = ()
-) -> Variables:
-    """What the run acts with, of the weights in `folder`; `CheckpointError` if they are not those of the agent."""
     lead = () if config.population == 1 else (config.population,)
     here = {name: (*lead, *x.shape) for table in variables_of(agent) for name, x in table.items()}
     there = {name: tuple(x.shape) for name, x in weights.items()}
@@ -204,7 +200,7 @@ def fitting(
             where = f"the environment with {' '.join(overrides)}"
             repair = "it must have the observations and actions of the run's"
         raise CheckpointError(f"{folder} does not fit {where}: {differ[0]} is {had} there and {has} here; {repair}.")
-    return acting_weights(config, agent, weights, int(folder.name))
+    return agent, acting_weights(config, agent, weights, int(folder.name))
 
 
 def acting_weights(config: TrainConfig, agent: Agent, weights: Variables, iteration: int) -> Variables:

@@ -9,10 +9,10 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from torchpod import checkpoint, random
-from torchpod.commands.eval_run import fitting
+from torchpod.commands.eval_run import restored
 from torchpod.files import replacing
 from torchpod.interop.policy import Greedy
-from torchpod.makers import make_agent, make_env
+from torchpod.makers import make_env
 from torchpod.run.folder import read_config
 from torchpod.specs import Box, SpecTree
 from torchpod.types import Tree
@@ -53,8 +53,7 @@ def export_run(run_dir: Path, *, out: Path | None = None, member: int | None = N
     weights = checkpoint.load_weights(folder)
     env = make_env(config.env)
     try:
-        agent = make_agent(config.algo, env.spec)()
-        weights = fitting(run_dir, config, agent, weights, folder)
+        agent, weights = restored(run_dir, config, env.spec, weights, folder)
         if member is not None:
             weights = {name: x[member] for name, x in weights.items()}
         _, timestep = env.init(random.split(random.key(0), EXAMPLE_SIZE))

@@ -4,9 +4,8 @@ A policy is what the weights of a checkpoint name `policies.NAME.*`, and lies in
 that goes on reads none: its own checkpoint has all. Read checkpoint.py first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +41,11 @@ def with_loaded_weights(make: Callable[[], Agent], init_from: str | None, ranks:
         files |= {name: find(source, name) for name, source in like.begins_as.items()}
     files = ranks.same(files if ranks.rank == 0 else None)
     found = {name: (checkpoint.load_file(file), checkpoint.layers_of(file)) for name, file in files.items()}
-    _require_alike(like, make(), found, files)
 
     def begin() -> Agent:
         agent = make()
         for name, (weights, layers) in found.items():
-            _put(agent, name, weights, layers, files[name])
+            _put(agent, like, name, weights, layers, files[name])
         return agent
 
     begin()  # so that what does not fit is said here
@@ -119,34 +117,14 @@ def _layers(part: nn.Module) -> dict[str, str]:
     return found
 
 
-def _require_alike(
-    one: Agent, other: Agent, found: Mapping[str, tuple[dict[str, Tensor], Any]], files: Mapping[str, Path]
-) -> None:
-    """That buffers which are the same in two agents, and so follow from settings, are what they were."""
-    again = dict(other.named_buffers())
-    for name, (theirs, _) in found.items():
-        part = one.get_submodule(name)
-        for key, here in part.named_buffers():
-            there = theirs.get(key)
-            settled = torch.equal(here, again[f"{name}.{key}".lstrip(".")]) and not _is_statistic(part, key)
-            if settled and here.ndim > 0 and there is not None and here.shape == there.shape:
-                if not torch.equal(here, there):
-                    raise CheckpointError(
-                        f"{_told(name, files[name])}: {key} follows from settings, and is another one there; give it "
-                        "the same."
-                    )
-
-
 def _is_statistic(part: nn.Module, key: str) -> bool:
     return isinstance(part.get_submodule(key.rpartition(".")[0]), RunningMoments)
 
 
-def _told(name: str, file: Path) -> str:
-    return f"{name or 'the agent'} cannot begin as {file}"
-
-
-def _put(agent: Agent, name: str, theirs: dict[str, Tensor], layers: dict[str, str], file: Path) -> None:
-    part, told = agent.get_submodule(name), _told(name, file)
+def _put(agent: Agent, like: Agent, name: str, theirs: dict[str, Tensor], layers: dict[str, str], file: Path) -> None:
+    """Puts weights into a part of an agent; what it shares with `like`, made as it was, follows from settings."""
+    part, told = agent.get_submodule(name), f"{name or 'the agent'} cannot begin as {file}"
+    shared = dict(like.get_submodule(name).named_buffers())
     agents = {f"{path}.".lstrip(".") for path, own in part.named_modules() if isinstance(own, Agent)}
     numbers = {key for key, x in part.named_buffers() if x.ndim == 0 and not _is_statistic(part, key)}
     mine = {**dict(part.named_parameters()), **dict(part.named_buffers())}
@@ -168,6 +146,9 @@ def _put(agent: Agent, name: str, theirs: dict[str, Tensor], layers: dict[str, s
                 f"{told}: {key} is {checkpoint.describe(there)} there and {checkpoint.describe(here)} here; give it "
                 f"{alike}."
             )
+        settled = key in shared and torch.equal(here, shared[key]) and not _is_statistic(part, key)
+        if settled and not torch.equal(here, there):
+            raise CheckpointError(f"{told}: {key} follows from settings, and is another one there; give it the same.")
         with torch.no_grad():
             here.copy_(there)
     for key, kind in _layers(part).items() if layers else ():
