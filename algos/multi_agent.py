@@ -27,6 +27,12 @@ LATER = ("annealed", "optimizer_intervals", "replayed", "reuse_forward", "target
 """What an agent may ask its loop for, and `Policies` does not pass on."""
 _METRICS = ("loss", "grad_norm", "episode_return", "episode_length")
 """What names of metrics of the run begin with, before a slash, as those of a policy do with its own name."""
+_KEYS = (
+    *TimeStep._fields,
+    *("action", "next", "done", "terminated", "truncated", "is_init"),
+    *("raw_reward", "game_over", "alive", "episode"),
+)
+"""Keys of a trajectory as TensorDict (interop/tensordicts.py), where what a policy says of actions has its name."""
 OWN = ("agents", "train", "from")
 """What a policy may say besides settings of its agent."""
 
@@ -336,14 +342,14 @@ def _as_mapping(given: Any) -> dict[str, Any]:
 def _check_name(name: str, spec: EnvSpec) -> None:
     of_group = name in (spec.groups or ()) and not {".", "/"} & set(name)
     is_name = isinstance(name, str) and (of_group or name.isidentifier())
-    if not is_name or name in _METRICS or hasattr(nn.ModuleDict, name):
+    if not is_name or name in (*_METRICS, *_KEYS) or hasattr(nn.ModuleDict, name):
         repair = (
             f"; give the agents of that group others: policies={{NAME: [{name}]}}"
             if name in (spec.groups or ())
             else ""
         )
         raise ValueError(
-            f"policy {name!r} must have a name of letters, digits and underscores, and not one like train or loss"
+            f"policy {name!r} must have a name of letters, digits and underscores, and not one like train, loss or done"
             f"{repair}."
         )
 

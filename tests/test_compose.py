@@ -197,3 +197,32 @@ def test_every_setting_of_replay_has_its_place(override):
         value = "null" if field.default is None else str(field.default).lower()
         config = load([override, f"algo.replay.{field.name}={value}"])
         assert getattr(config.algo.replay, field.name) == field.default
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_envs: x", "num_envs='x': expected an integer."),
+        ("algo: {agent: {hiden: [8]}}", "algo.agent.hiden is no setting; did you mean hidden?"),
+        ("algo: {agent: {clip: -1}}", "algo.agent.clip=-1 must lie from 0 to inf."),
+        ("algo: {learner: {learningrate: 1}}", "algo.learner.learningrate is no setting; did you mean learning_rate"),
+        ("total_env_steps: 0", "total_env_steps=0 must be at least 1."),
+    ],
+)
+def test_a_setting_that_an_experiments_file_has_wrong_is_told_with_the_file(text: str, message: str, tmp_path: Path):
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    assert refused([f"experiment={path}", "seed=3"]).startswith(f"experiment={path}: {message}")
+
+
+def test_a_setting_that_is_wrong_beside_an_experiments_file_is_told_by_itself(tmp_path: Path):
+    path = tmp_path / "my.yaml"
+    path.write_text("num_envs: 32")
+    assert refused([f"experiment={path}", "num_envs=x"]) == "num_envs='x': expected an integer."
+    assert refused([f"experiment={path}", "seed=x"]) == "seed='x': expected an integer."
+
+
+def test_an_experiment_named_without_its_suffix_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("num_envs: 32")
+    assert refused(["experiment=mine"]) == ("experiment=mine is not known; there is a file here: experiment=mine.yaml.")

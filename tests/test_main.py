@@ -23,6 +23,7 @@ from torchpod import checkpoint
 from torchpod.compose import load
 from torchpod.hints import nearest
 from torchpod.main import COMMANDS, _lines, main, train
+from torchpod.metrics import short
 from torchpod.run.folder import JOB, resume_source
 from torchpod.run.judge import Judge
 
@@ -265,16 +266,6 @@ def test_train_then_eval_then_resume(call: Call):
     assert call("eval", "run", "--episodes", "3", "--seed", "1")[0] == 0
     assert call("train", "resume=run", "total_env_steps=96")[0] == 0
     assert checkpoint.latest(Path("run")).name == f"{3:010d}"
-
-
-def test_the_screen_says_that_the_interval_is_of_the_iqm(call: Call):
-    _, out, _ = call("train", *SMALL, "run_dir=run")
-    score = json.loads(Path("run/summary.json").read_text())["eval_return"]
-    low, high = score["ci95"]
-    assert out.startswith(
-        f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
-        f"[{low:.1f}, {high:.1f}], 2 episodes) after "
-    )
 
 
 def test_fewer_env_steps_than_one_iteration_train_one_iteration(call: Call):
@@ -543,7 +534,7 @@ class TestEval:
         status, out, error = call("eval", "run", "--episodes", "1", "--video", "new/episode.gif")
         assert (status, error) == (0, "") and out.startswith(alone)
         score = json.loads(alone)["mean"]
-        assert out.removeprefix(alone) == f"new/episode.gif: {int(score) + 1} frames, return {score:.1f}\n"
+        assert out.removeprefix(alone) == f"new/episode.gif: {int(score) + 1} frames, return {short(score)}\n"
         assert Path("new/episode.gif").read_bytes().startswith(b"GIF89a")
 
     def test_a_member_of_a_population_plays_the_episodes_of_its_summary_again(self, call: Call):
@@ -579,8 +570,8 @@ class TestEval:
         arrays = np.load("a/b.npz")
         length = len(arrays["action"])
         assert arrays["observation"].shape == (length + 1, 4) and arrays["reward"].sum() == length
-        assert recorded == f"a/b.npz: {length} steps in {len(arrays)} arrays, return {length:.1f}"
-        assert drawn == f"c.gif: {length + 1} frames, return {length:.1f}"
+        assert recorded == f"a/b.npz: {length} steps in {len(arrays)} arrays, return {length}"
+        assert drawn == f"c.gif: {length + 1} frames, return {length}"
         error = error_of(call("eval", "run", "--episode", "x.npy"))
         assert error == "x.npy has the suffix '.npy'; use .npz, which numpy.load reads."
 

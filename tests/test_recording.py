@@ -13,6 +13,7 @@ from torchpod.env import HostEnv
 from torchpod.envs import CartPole, CovidEconomy, TagContinuous, TagGridWorld
 from torchpod.envs.transforms import FrameStack, RewardClip
 from torchpod.evaluate import evaluate
+from torchpod.metrics import short
 from torchpod.recording import arrays_of, record_episode, save_recording
 from torchpod.types import TimeStep
 from torchpod.watched import watched
@@ -73,7 +74,7 @@ def test_numpy_reads_the_file_without_pickle_and_nothing_else_is_left(tmp_path, 
     path = tmp_path / "new" / "episode.npz"
     line = save_recording(path, env, recording)
     arrays = np.load(path, allow_pickle=False)
-    assert line == f"{path}: 9 steps in {len(arrays)} arrays, return {float(recording.rewards.sum()):.1f}"
+    assert line == f"{path}: 9 steps in {len(arrays)} arrays, return {short(float(recording.rewards.sum()))}"
     assert [file.name for file in path.parent.iterdir()] == ["episode.npz"]
     assert arrays["observation/governor/action_mask"].shape == (10, 51, 11)
     assert arrays["state/infected"].shape == (10, 51) and arrays["state/day"].tolist() == list(range(10))

@@ -13,6 +13,7 @@ from torchpod.algos.multi_agent import IPPO, IPPOConfig
 from torchpod.env import HostEnv
 from torchpod.envs import CartPole, Catch, CovidEconomy, TagContinuous
 from torchpod.evaluate import evaluate
+from torchpod.metrics import short
 from torchpod.recording import record_episode
 from torchpod.render import drawing_of, frame_size
 from torchpod.video import check_video, play, record, write_video
@@ -45,7 +46,7 @@ def test_a_video_can_be_read_back(env, suffix, tmp_path, seed):
     expected = [frame for frame, _ in play(env, recording)]
     score = evaluate(agent, env, variables, key, num_episodes=4)
     line = record(path, env, recording)
-    assert line == f"{path}: {len(expected)} frames, return {score.returns[0]:.1f}"
+    assert line == f"{path}: {len(expected)} frames, return {short(score.returns[0].item())}"
     assert len(expected) == score.lengths[0] + 1  # the first frame is before the first step
     frames, rate = read(path)
     assert frames.shape == (len(expected), *frame_size(env), 3)

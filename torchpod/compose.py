@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchpod import algos, configs
 from torchpod.algos.torchrl import without_effect
-from torchpod.config import ConfigError, TrainConfig, from_dict, leaves, plain
+from torchpod.config import ConfigError, TrainConfig, from_dict, leaves, plain, typed
 from torchpod.hints import nearest
 from torchpod.interop.unfit import UNSUPPORTED, unsupported
 from torchpod.learner import LearnerConfig
@@ -71,8 +71,19 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"algo.agent.loss={name} is one of the settings of a loss; write loss={name}, which has all.")
     if {"algo.env_steps_per_update", "algo.learner.num_minibatches"} <= set(given):
         raise ConfigError("algo.env_steps_per_update sets algo.learner.num_minibatches; give one of them, not both.")
-    config = dataclasses.replace(from_dict(settings), given=given)
-    _check_effects(config)
+    try:
+        config = dataclasses.replace(from_dict(settings), given=given)
+        if config.algo.name in algos.MAKERS:
+            typed(algos.MAKERS[config.algo.name][1], config.algo.agent, "algo.agent.")
+        _check_effects(config)
+    except ConfigError as error:
+        setting, experiment = (
+            str(error).partition(" ")[0].partition("=")[0],
+            next(filter(_names_experiment, overrides), ""),
+        )
+        if experiment and setting not in given and setting in _keys(_read_experiment(_file(experiment))):
+            raise ConfigError(f"{experiment}: {error}") from error
+        raise
     return config
 
 
@@ -223,10 +234,8 @@ def _with_experiment(overrides: Sequence[str]) -> list[str]:
     _register()
     given, found = {_key(item) for item in overrides}, []
     for item in overrides:
-        key, _, value = item.partition("=")
-        path = Path(value.strip("'\""))
-        if key == "experiment" and path.suffix in (".yaml", ".yml"):
-            name, classes = _register_experiment(path)
+        if _names_experiment(item):
+            name, classes = _register_experiment(_file(item))
             found += [f"experiment={name}", *(own for own in classes if _key(own) not in given)]
         else:
             found.append(item)
@@ -297,7 +306,7 @@ def _expanded(override: str) -> list[str]:
     """The overrides that the file of `+autoscale=FILE` stands for; any other is itself."""
     if _key(override) != "autoscale":
         return [override]
-    path = Path(override.partition("=")[2].strip("'\""))
+    path = _file(override)
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -311,6 +320,15 @@ def _names_file(override: str) -> bool:
     """`env=path/to/my_env.py:MyEnv` is no choice of a group but names a file of the user's; so does `algo=`."""
     key, _, value = override.partition("=")
     return key in ("algo", "env") and (".py:" in value or value.endswith(".py"))
+
+
+def _names_experiment(override: str) -> bool:
+    """`experiment=path/to/my.yaml` is no choice either."""
+    return _key(override) == "experiment" and _file(override).suffix in (".yaml", ".yml")
+
+
+def _file(override: str) -> Path:
+    return Path(override.partition("=")[2].strip("'\""))
 
 
 def _key(override: str) -> str:
@@ -328,6 +346,9 @@ def _unknown(group: str, value: str) -> str:
     if colon and group in ("algo", "env"):
         example = f"{group}={module.replace('.', '/')}.py:{attribute}"
         return f"{group}={value} is not known; name the file of a class of your own: {example}."
+    file = next((file for file in (f"{value}.yaml", f"{value}.yml") if Path(file).is_file()), None)
+    if file is not None and group == "experiment":
+        return f"{group}={value} is not known; there is a file here: experiment={file}."
     more = {
         "algo": " A class of your own is algo=path/to/file.py:Class.",
         "env": " A class of your own is env=path/to/file.py:Class.",

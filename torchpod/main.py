@@ -25,6 +25,7 @@ from torchpod.makers import check_arguments, find
 from torchpod.run.execute import Run, execute
 from torchpod.run.folder import resume_source, resumed_config
 from torchpod.run.stop import Interrupted
+from torchpod.run.summary import result_of
 from torchpod.run.training import LearnerError, NonFiniteErrorInRun
 from torchpod.sebulba import ActorError
 from torchpod.watched import HostError, sentence
@@ -142,22 +143,7 @@ def _train(overrides: list[str]) -> int:
     config = load(overrides)
     run = execute(config)
     if run.summary:
-        score, cut, compiled, resets = run.summary["eval_return"], "", "", ""
-        if run.summary.get("resets"):  # a finished run's may be of an older version
-            resets = f" (and {run.summary['resets']:,} resets)"
-        if run.summary["compile_s"] >= 0.05:
-            compiled = f", {run.summary['compile_s']:.1f} s compilation"
-        if run.summary["unfinished_episodes"]:
-            cut = f", {run.summary['unfinished_episodes']} of them cut at {run.summary['unfinished_steps']:,} steps"
-        if "groups" in score:
-            parts = score["groups"] | {f"policy {name}": own for name, own in score.get("policies", {}).items()}
-            cut += ": " + ", ".join(f"{name} {own['mean']:.1f}" for name, own in parts.items())
-        print(
-            f"eval return {score['mean']:.1f} with greedy actions (IQM {score['iqm']:.1f}, 95 % CI of the IQM "
-            f"[{score['ci95'][0]:.1f}, {score['ci95'][1]:.1f}], {score['episodes']} episodes{cut}) "
-            f"after {run.summary['env_steps']:,} env steps{resets}; "
-            f"{run.summary['env_steps_per_s'] or 0:,.0f} env steps/s{compiled}"
-        )
+        print(result_of(run.summary))
         if "best_member" in run.summary:
             if run.summary["unhealthy_members"]:
                 why = "a gradient was not finite, or a mask allowed nothing"

@@ -192,3 +192,9 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
 def number(value: float | int | list[float]) -> float:
     """The value, of a population the mean of what its members have."""
     return _mean(value) if isinstance(value, list) else value
+
+
+def short(value: float) -> str:
+    """For a reader: four digits, or all before the point of thousands and millions; - if there is nothing to say."""
+    whole = 9999.5 <= abs(value) < 1e9
+    return "-" if math.isnan(value) else f"{value:,.0f}" if whole else f"{value:.4g}"

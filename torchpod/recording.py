@@ -30,6 +30,7 @@ from torchpod.env import Env
 from torchpod.envs.transforms import innermost
 from torchpod.evaluate import MAX_STEPS
 from torchpod.files import replacing
+from torchpod.metrics import short
 from torchpod.rollout import make_step, start
 from torchpod.types import FIRST, TimeStep, Tree
 
@@ -122,7 +123,7 @@ def save_recording(path: Path, env: Env, recording: Recording) -> str:
     with replacing(path) as part, open(part, "wb") as file:  # of a name numpy would change the suffix
         np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]: no array is named allow_pickle
     length = recording.timestep.step_type.shape[0] - 1
-    return f"{path}: {length} steps in {len(arrays)} arrays, return {float(recording.rewards.sum()):.1f}"
+    return f"{path}: {length} steps in {len(arrays)} arrays, return {short(float(recording.rewards.sum()))}"
 
 
 def arrays_of(env: Env, recording: Recording) -> dict[str, NDArray[Any]]:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchpod.env import Env
 from torchpod.files import replacing
+from torchpod.metrics import short
 from torchpod.recording import Recording
 from torchpod.render import describe, drawing_of, render
 from torchpod.types import FIRST
@@ -68,7 +69,7 @@ def record(path: Path, env: Env, recording: Recording) -> str:
             yield frame
 
     write_video(path, frames(), drawing_of(env).fps)
-    return f"{path}: {length} frames, return {last:.1f}"
+    return f"{path}: {length} frames, return {short(last)}"
 
 
 def write_video(path: Path, frames: Iterable[Frame], fps: int) -> None:

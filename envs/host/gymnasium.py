@@ -113,6 +113,9 @@ class Gymnasium:
             extra = "jax" if kind[1] in ("phys2d", "tabular") else kind[1]
             raise ImportError(f"{error}, which {task} needs: pip install 'gymnasium[{extra}]'.") from error
         name = task if isinstance(task, str) else getattr(task, "__name__", type(probe.unwrapped).__name__)
+        for space in ("observation_space", "action_space"):
+            if getattr(probe, space, None) is None:
+                raise ValueError(f"{name} has no {space}; set self.{space} in its __init__, of gymnasium.spaces.")
         self._spaces = probe.observation_space, probe.action_space
         self.spec, self._to_native = self._described(probe, name)
         probe.close()

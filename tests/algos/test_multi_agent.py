@@ -467,7 +467,8 @@ def test_values_of_mappo_see_everybody_and_its_policies_do_not(seed):
         ({"one": [True, 0]}, r"policy one has agents \[True, 0\], and arena has agents"),
         ({"one": {"agents": {"a": 1}}}, r"policy one has agents \[\{'a': 1\}\], and arena has agents"),
         ({"one": [["a"]]}, r"policy one has agents \[\['a'\]\], and arena has agents"),
-        ({"loss": ["a", "b", "c"]}, "policy 'loss' must have a name .* and not one like train or loss"),
+        ({"loss": ["a", "b", "c"]}, "policy 'loss' must have a name .* and not one like train, loss or done"),
+        ({"next": ["a", "b", "c"]}, "policy 'next' must have a name .* and not one like train, loss or done"),
         ({"grad_norm": ["a", "b", "c"]}, "policy 'grad_norm' must have a name"),
         (
             {"one": ["a", "b"], "c": ["c"]},
@@ -501,7 +502,9 @@ def test_policies_that_cannot_work_are_refused(policies, message):
 @pytest.mark.parametrize("group", ["left/team", "train", "loss"])
 def test_a_group_whose_name_no_policy_can_have_needs_one_of_another(group):
     spec = EnvSpec("game", {group: Array((2,))}, {group: Discrete(2)}, groups={group: 2})
-    with pytest.raises(ValueError, match=rf"not one like train or loss; give the .*: policies={{NAME: \[{group}\]}}\."):
+    with pytest.raises(
+        ValueError, match=rf"not one like train, loss or done; give the .*: policies={{NAME: \[{group}\]}}\."
+    ):
         make(IPPO, 0, spec=spec)
     assert make(IPPO, 0, spec=spec, policies={"name": [group]}).policy_groups == ("name",)
 

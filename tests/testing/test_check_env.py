@@ -640,6 +640,30 @@ def test_a_method_that_is_missing_is_named(method):
         check_env(env)
 
 
+class Hasty(Walk):
+    def transition(self, state, action):
+        return super().transition(state, action, None)
+
+
+def test_a_method_that_takes_other_arguments_is_named():
+    rule = "transition() must take state, action, keys; that of Hasty is transition(state, action)."
+    with pytest.raises(ContractError, match=re.escape(rule)):
+        check_env(Hasty())
+
+
+@pytest.mark.parametrize(("name", "meant"), [("truncate", "truncated"), ("extra", "extras"), ("restarts", "restart")])
+def test_a_method_that_nobody_calls_is_told_by_a_warning_if_its_name_is_nearly_one_that_is_called(name, meant):
+    def method(self, state, keys=None):
+        return state
+
+    near = type("Near", (Walk,), {name: method, "restful": method})
+    with pytest.warns(UserWarning, match=f"torchpod does not call Near.{name}; did you mean {meant}\\?"):
+        check_env(near(), compile=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(type("Far", (Walk,), {"truncating": method, "rest": method})(), compile=False)
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_specs_that_no_environment_can_have_are_refused(limit):
     with pytest.raises(

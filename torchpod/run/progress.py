@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from torchpod.env import Env
 from torchpod.kernels.gxx import cores
-from torchpod.metrics import Row, number
+from torchpod.metrics import Row, number, short
 
 _RATE_WINDOW_S = 30.0
 _BAR_WIDTH = 8
@@ -177,7 +177,7 @@ class ConsoleSink:
             f"return {self._return}",
             *([] if self._greedy == "-" else [f"greedy {self._greedy}"]),
         ]
-        losses = [f"{key.replace('_', ' ')} {_shownumber(number(row[key]))}" for key in row if _is_loss(key)]
+        losses = [f"{key.replace('_', ' ')} {short(number(row[key]))}" for key in row if _is_loss(key)]
         losses.sort(key=lambda text: not text.startswith("loss "))
         starving = [_starving(row, self._advice)] if self._advice else []
         tail = [*starving, f"ETA {_show_duration(left_s)}"]
@@ -213,19 +213,15 @@ def _is_loss(key: str) -> bool:
 
 def _show_return(value: float | int | list[float]) -> str:
     best = max((x for x in value if not math.isnan(x)), default=math.nan) if isinstance(value, list) else math.nan
-    return _shownumber(number(value)) + ("" if math.isnan(best) else f" (best {_shownumber(best)})")
+    return short(number(value)) + ("" if math.isnan(best) else f" (best {short(best)})")
 
 
 def _show_parts(row: Row, name: str) -> str:
     """Of groups, and of policies that are none: the sum of all says nothing where one loses what another wins."""
     parts = {key: key.removeprefix(f"{name}/") for key in row if key.startswith(f"{name}/")}
     parts |= {key: f"policy {key.removesuffix(f'/{name}')}" for key in row if key.endswith(f"/{name}")}
-    told = [f"{part} {_shownumber(number(row[key]))}" for key, part in parts.items()]
+    told = [f"{part} {short(number(row[key]))}" for key, part in parts.items()]
     return f" ({', '.join(told)})" if told else ""
-
-
-def _shownumber(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4g}"
 
 
 def _compact(value: float) -> str:

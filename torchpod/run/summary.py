@@ -14,6 +14,7 @@ from torchpod.config import TrainConfig
 from torchpod.distributed import Ranks
 from torchpod.evaluate import Evaluation
 from torchpod.machine import commit, hardware, versions
+from torchpod.metrics import short
 from torchpod.watched import HostError
 
 
@@ -59,6 +60,27 @@ def summarise(
         "commit": commit(),
         "config_hash": config.hash(),
     }
+
+
+def result_of(summary: dict[str, Any]) -> str:
+    """The line with which a run ends."""
+    score, cut, compiled, resets = summary["eval_return"], "", "", ""
+    if summary.get("resets"):  # a finished run's may be of an older version
+        resets = f" (and {summary['resets']:,} resets)"
+    if summary["compile_s"] >= 0.05:
+        compiled = f", {summary['compile_s']:.1f} s compilation"
+    if summary["unfinished_episodes"]:
+        cut = f", {summary['unfinished_episodes']} of them cut at {summary['unfinished_steps']:,} steps"
+    means = {name: own["mean"] for name, own in score.get("groups", {}).items()}
+    means |= {f"policy {name}": own["mean"] for name, own in score.get("policies", {}).items()}
+    means |= score.get("episode", {})
+    parts = ": " * bool(means) + ", ".join(f"{name} {short(mean)}" for name, mean in means.items())
+    low, high = map(short, score["ci95"])
+    return (
+        f"eval return {short(score['mean'])} with greedy actions (IQM {short(score['iqm'])}, 95 % CI of the IQM "
+        f"[{low}, {high}], {score['episodes']} episodes{cut}{parts}) after {summary['env_steps']:,} env steps{resets}; "
+        f"{summary['env_steps_per_s'] or 0:,.0f} env steps/s{compiled}"
+    )
 
 
 def each(evaluation: Evaluation) -> list[Evaluation]:

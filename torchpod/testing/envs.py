@@ -1,7 +1,9 @@
 """`check_env`: plays an environment with random actions and requires every rule of the contract in env.py."""
 
 import copy
+import difflib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -129,11 +131,23 @@ def _check_methods(env: TensorEnv, keys: Tensor) -> None:
     """What a subclass writes, before its base makes more of it."""
 
     def called(name: str, **arguments: Tree) -> Any:
-        before = clone(arguments)
-        result = getattr(env, name)(*arguments.values())
+        before, method = clone(arguments), getattr(env, name)
+        try:
+            inspect.signature(method).bind(*arguments.values())
+        except TypeError:
+            raise ContractError(
+                f"{name}() must take {', '.join(arguments)}; that of {type(env).__name__} is "
+                f"{name}{inspect.signature(method)}."
+            ) from None
+        result = method(*arguments.values())
         _require_unwritten(f"{name}()", arguments, before)
         return result
 
+    for name in [x for x in ("restart", "extras", "truncated") if getattr(type(env), x) is getattr(TensorEnv, x)]:
+        own = [x for x in dir(type(env)) if not hasattr(TensorEnv, x) and callable(getattr(type(env), x))]
+        if near := difflib.get_close_matches(name, own, 1, 0.85):
+            told = f"torchpod does not call {type(env).__name__}.{near[0]}"
+            warnings.warn(f"{told}; did you mean {name}?", stacklevel=4)
     require(
         not env.spec.truncates_early or type(env).truncated is not TensorEnv.truncated,
         "spec.truncates_early=True needs truncated(state), which says where an episode is cut; write it, or leave "

@@ -186,9 +186,19 @@ class Mixed(Countdown):
     action_space = spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1)])
 
 
+class Unseen(Countdown):
+    observation_space = None
+
+
+class Still(gymnasium.Env):
+    observation_space = spaces.Discrete(2)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
+        (Unseen, "Unseen has no observation_space; set self.observation_space in its __init__, of gymnasium.spaces."),
+        (Still, "Still has no action_space; set self.action_space in its __init__, of gymnasium.spaces."),
         (Pair, "Pair: observation_space[1] is MultiDiscrete([2 3]); use Box, Discrete, MultiBinary, or Dict and Tuple"),
         (Long, "Long: action_space is Box(-9223372036854775808, 9223372036854775807, (1,), int64), an integer of more"),
         (Nothing, "Nothing: action_space is Box([], [], (0,), float32), of no numbers; give it some."),
