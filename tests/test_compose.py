@@ -203,7 +203,7 @@ def test_every_setting_of_replay_has_its_place(override):
     ("text", "message"),
     [
         ("num_envs: x", "num_envs='x': expected an integer."),
-        ("algo: {agent: {hiden: [8]}}", "algo.agent.hiden is no setting; did you mean hidden?"),
+        ("algo: {agent: {hiddens: [8]}}", "algo.agent.hiddens is no setting; did you mean hidden?"),
         ("algo: {agent: {clip: -1}}", "algo.agent.clip=-1 must lie from 0 to inf."),
         ("algo: {learner: {learningrate: 1}}", "algo.learner.learningrate is no setting; did you mean learning_rate"),
         ("total_env_steps: 0", "total_env_steps=0 must be at least 1."),

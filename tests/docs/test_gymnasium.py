@@ -22,7 +22,8 @@ def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names: dict[str, object] = {"__name__": "__main__"}
     for block in BLOCKS[1:]:
         exec(compile(block, str(PAGE), "exec"), names)
-    score, cartpole, own = capsys.readouterr().out.splitlines()
+    score, total, cartpole, own = capsys.readouterr().out.splitlines()
+    assert 5 <= float(total) <= 20  # of one episode
     assert float(score) > 12  # 10 by chance, over 100 episodes of 20 flips: 0.22 is one standard error
     assert cartpole == "(4, 4) float32 (4,)"
     assert own == "(1024,) AutoresetMode.NEXT_STEP"

@@ -149,15 +149,7 @@ def policy_module(agent: Agent, variables: Variables, *, one_hot: int | None = N
     from torchpod.algos.multi_agent import Policies  # torchpod.algos imports torchpod.interop
 
     groups = agent.groups if isinstance(agent, Policies) else None
-    known = {name: list(x.shape) for name, x in (*agent.named_parameters(), *agent.named_buffers())}
-    if other := sorted(known.keys() ^ variables.keys()):
-        raise ValueError(f"the variables are not those of {type(agent).__name__}: {other[0]} is in one of them alone.")
-    for name, shape in known.items():
-        if (found := list(variables[name].shape)) != shape:
-            raise ValueError(
-                f"the variables are not those of {type(agent).__name__}: {name} has shape {found}, and there {shape}; "
-                "of a population give those of one member, {name: x[0] for name, x in variables.items()}."
-            )
+    require_variables(agent, variables)
     if one_hot is not None and groups is not None:
         raise ValueError(f"one_hot={one_hot} is for one agent, and {type(agent).__name__} has many; leave it out.")
     greedy = Greedy(agent, variables, groups)
@@ -183,6 +175,49 @@ def policy_module(agent: Agent, variables: Variables, *, one_hot: int | None = N
     )
     module.register_forward_pre_hook(_check_keys)
     return module
+
+
+def require_variables(agent: Agent, variables: Variables) -> None:
+    """Raises `ValueError` for parameters and buffers that are not those of the agent."""
+    known = {name: list(x.shape) for name, x in (*agent.named_parameters(), *agent.named_buffers())}
+    if other := sorted(known.keys() ^ variables.keys()):
+        raise ValueError(f"the variables are not those of {type(agent).__name__}: {other[0]} is in one of them alone.")
+    for name, shape in known.items():
+        if (found := list(variables[name].shape)) != shape:
+            raise ValueError(
+                f"the variables are not those of {type(agent).__name__}: {name} has shape {found}, and there {shape}; "
+                "of a population give those of one member, {name: x[0] for name, x in variables.items()}."
+            )
+
+
+def acted(greedy: Greedy, observation: Tree, *rest: Any) -> Any:
+    """What the policy does with these; a `ValueError` says why it cannot use the observation."""
+    try:
+        return greedy(observation, *rest)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+        shapes, why = pytree.tree_map(lambda x: list(x.shape[1:]), observation), _why(greedy, error, observation, rest)
+        raise ValueError(
+            f"the policy cannot use 'observation' of shape {shapes} per row: {why}; give it observations of the "
+            "environment that it was trained in."
+        ) from error
+
+
+def _why(greedy: Greedy, error: Exception, observation: Any, rest: tuple[Any, ...]) -> str:
+    """What an error says of an observation: an entry that is not there, the layer that cannot use it, or itself."""
+    if isinstance(observation, dict):
+        inner = [key for key, x in observation.items() if isinstance(x, dict)]
+        if isinstance(error, KeyError) and error.args and error.args[0] not in observation:
+            key = error.args[0]
+            return "it takes one tensor, and no dict" if key is None else f"it reads an entry {key!r} of it"
+        if isinstance(error, AttributeError) and inner:
+            return f"its entry {inner[0]!r} is a dict, and must be a tensor"
+    with contextlib.suppress(type(error)), Watched({"the policy": greedy}) as watched:
+        greedy(observation, *rest)
+    layer = watched.layer()
+    whole = tuple(f"{type(module).__name__}(" for module in (greedy, greedy.agent))
+    if layer is not None and not layer.startswith(whole):
+        return f"its {layer}"
+    return str(error).split("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _check_keys(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -233,14 +268,7 @@ class _Flat(nn.Module):
             lead = self._check_state(is_init, state)
             observation = pytree.tree_map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), observation)
             rest = is_init.reshape(-1), state.reshape(-1, *self._width)
-        try:
-            found = self.greedy(observation, *rest)
-        except (AttributeError, KeyError, RuntimeError, ValueError) as error:
-            shapes, why = pytree.tree_map(lambda x: list(x.shape[1:]), observation), self._why(error, observation, rest)
-            raise ValueError(
-                f"the policy cannot use 'observation' of shape {shapes} per row: {why}; give it observations of the "
-                "environment that it was trained in."
-            ) from error
+        found = acted(self.greedy, observation, *rest)
         self.greedy.check(observation)
         if lead is None:
             return self._written(found)
@@ -275,20 +303,3 @@ class _Flat(nn.Module):
                 f"and it is {is_init.dtype} of shape {list(is_init.shape)}; let InitTracker bring it."
             )
         return lead
-
-    def _why(self, error: Exception, observation: Any, rest: tuple[Tensor, ...]) -> str:
-        """What an error says of an observation: an entry that is not there, the layer that cannot use it, or itself."""
-        if isinstance(observation, dict):
-            inner = [key for key, x in observation.items() if isinstance(x, dict)]
-            if isinstance(error, KeyError) and error.args and error.args[0] not in observation:
-                key = error.args[0]
-                return "it takes one tensor, and no dict" if key is None else f"it reads an entry {key!r} of it"
-            if isinstance(error, AttributeError) and inner:
-                return f"its entry {inner[0]!r} is a dict, and must be a tensor"
-        with contextlib.suppress(type(error)), Watched({"the policy": self.greedy}) as watched:
-            self.greedy(observation, *rest)
-        layer = watched.layer()
-        whole = tuple(f"{type(module).__name__}(" for module in (self.greedy, self.greedy.agent))
-        if layer is not None and not layer.startswith(whole):
-            return f"its {layer}"
-        return str(error).split("\n")[0].rstrip(".") or type(error).__name__
