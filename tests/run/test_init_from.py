@@ -403,7 +403,8 @@ def test_all_policies_begin_as_those_of_a_run_and_one_as_another(first: Path, tm
             "{run}",
             ("algo.agent.hidden=[9]",),
             "the agent cannot begin as {run}/checkpoints/0000000002/weights.safetensors: encoder.net.0.bias is float32 "
-            "[8] there and float32 [9] here; give it the same networks and an environment of the same shapes.",
+            "[8] there and float32 [9] here; give it the same networks and an environment of the same shapes (that run "
+            "has algo=ppo env=pendulum).",
         ),
         ("{run}", ("env=mountain_car_continuous",), " there and float"),
         ("{run}", ("algo.agent.normalize_observation=false",), "float64 [3] there and missing here; give it the same"),
@@ -467,7 +468,8 @@ def test_damaged_weights_are_no_beginning(alone: Run, tmp_path: Path, capsys: py
             "{run}",
             ("algo.agent.hidden=[9]",),
             "policies.runner cannot begin as {run}/checkpoints/0000000002/policy-runner.safetensors: encoder.net.0.bias"
-            " is float32 [8] there and float32 [9] here; give it the same networks and the same agents.",
+            " is float32 [8] there and float32 [9] here; give it the same networks and the same agents (that run has "
+            "algo=ippo env=tag_gridworld).",
         ),
         ("{run}", ("algo.agent.normalize_observation=false",), "float64 [21] there and missing here; give it the same"),
         ("{run}", ("algo.agent.normalize_reward=true",), "is missing there and float64 [] here; give it the same"),

@@ -15,6 +15,7 @@ from torchpod.agent import Agent
 from torchpod.checkpoint import CheckpointError
 from torchpod.distributed import Ranks
 from torchpod.nets import RunningMoments
+from torchpod.run.folder import read_config
 
 
 def with_loaded_weights(make: Callable[[], Agent], init_from: str | None, ranks: Ranks) -> Callable[[], Agent]:
@@ -121,6 +122,15 @@ def _is_statistic(part: nn.Module, key: str) -> bool:
     return isinstance(part.get_submodule(key.rpartition(".")[0]), RunningMoments)
 
 
+def _learned_in(file: Path) -> str:
+    """By which algorithm and in which environment, if the run's folder says so."""
+    try:
+        config = read_config(file.parents[2])
+    except (CheckpointError, IndexError):
+        return ""
+    return f" (that run has algo={config.algo.name} env={config.env['name']})"
+
+
 def _put(agent: Agent, like: Agent, name: str, theirs: dict[str, Tensor], layers: dict[str, str], file: Path) -> None:
     """Puts weights into a part of an agent; what it shares with `like`, made as it was, follows from settings."""
     part, told = agent.get_submodule(name), f"{name or 'the agent'} cannot begin as {file}"
@@ -144,7 +154,7 @@ def _put(agent: Agent, like: Agent, name: str, theirs: dict[str, Tensor], layers
                 alike = "one member of that population, RUN/members/0"
             raise CheckpointError(
                 f"{told}: {key} is {checkpoint.describe(there)} there and {checkpoint.describe(here)} here; give it "
-                f"{alike}."
+                f"{alike}{_learned_in(file)}."
             )
         settled = key in shared and torch.equal(here, shared[key]) and not _is_statistic(part, key)
         if settled and not torch.equal(here, there):
