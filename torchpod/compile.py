@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.kernels import cpu_memory
+from torchpod.kernels import cpu_calls, cpu_memory
 from torchpod.kernels.inductor import Compiled, CompileError, RecompilationError, ahead
 from torchpod.kernels.recorded import Recorded
 from torchpod.kernels.vjp import Vjp, compiled_vjp, eager_vjp
@@ -49,6 +49,7 @@ class Compiler:
             )
         if enabled and has_compiler:
             cpu_memory.install()
+            cpu_calls.begin()
         self.enabled, self.population, self.max_compilations = enabled, population, max_compilations
         self._made: weakref.WeakSet[Compiled] = weakref.WeakSet()  # an evaluation's programs go when it is over
         self._told: dict[str, object] = {}

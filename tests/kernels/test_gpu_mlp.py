@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchpod.bench import lowered
-from torchpod.kernels import mlp
+from torchpod.kernels import gxx, mlp
 
 SHARED_BYTES = 227 * 1024
 """Of a multiprocessor of an H100, for one block of threads."""
@@ -60,6 +60,7 @@ def test_the_operators_on_a_gpu_are_those_on_a_cpu(networks, sizes, rows, kind, 
     """The gradients are compared where relu has the same side of its kink for both, whatever was rounded."""
     for device in ("cpu", "cuda"):
         mlp.load(device)
+        gxx.load_needed()
     last = [sizes[-1], 1][:networks]
     own = [
         [

@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from torchpod.kernels import gxx
+from torchpod.kernels import gxx, together
 from torchpod.kernels.inductor import Compiled
 
 
@@ -27,15 +28,32 @@ def test_programs_include_nothing_but_what_the_precompiled_header_has(seed):
     )
 
 
-def test_the_header_is_precompiled_once_for_all_programs_of_one_kind():
+def test_the_header_is_precompiled_once_for_all_programs_of_one_kind(monkeypatch):
     from torch._inductor import codecache
 
+    monkeypatch.setattr(gxx, "cores", lambda: 2)
     folder = Path(codecache._HEADER_DIR)
     gxx.know_processor()
     Compiled(lambda x: (x + 1.5,), "f", 1)(torch.ones(3))
     before = set(folder.glob("*.gch"))
     Compiled(lambda x: (x - 2.5, x.sum()), "g", 1)(torch.ones(5, 2))
     assert before and set(folder.glob("*.gch")) == before
+
+
+def test_on_one_core_the_header_is_precompiled_once_a_few_files_were_compiled_without(tmp_path, monkeypatch, seed):
+    made = []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gxx, "cores", lambda: 1)
+    monkeypatch.setattr(gxx, "precompiled", lambda *_, make: made.append(make) or "")
+    together._options.cache_clear()
+    try:
+        for i in range(together.FILES_WITHOUT_HEADER + 1):
+            assert True not in made
+            x = torch.full((3,), float(seed))
+            torch.testing.assert_close(Compiled(lambda x, i=i: (x * (i + 2),), "f", 1)(x)[0], x * (i + 2))
+    finally:
+        together._options.cache_clear()
+    assert made == [False, True]
 
 
 def test_a_compiler_that_refuses_the_flags_of_the_processor_is_asked_by_inductor(monkeypatch):
@@ -100,6 +118,45 @@ def test_a_library_is_compiled_once_per_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(gxx, "processor", lambda: "another")
     with pytest.raises(AssertionError, match="compiled again"):
         gxx.library("cpu_memory.cpp", "-lc10")
+
+
+def test_a_library_that_is_needed_is_compiled_while_its_maker_goes_on(tmp_path, monkeypatch):
+    from torch._inductor import cpp_builder
+
+    compile_it, may_compile = cpp_builder.run_compile_cmd, threading.Event()
+
+    def when_it_may(command, cwd):
+        assert may_compile.wait(60)
+        compile_it(command, cwd)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gxx, "cores", lambda: 2)
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", when_it_may)
+    for _ in range(2):
+        gxx.need("cpu_memory.cpp", "-lc10")
+    assert not list((tmp_path / "torchpod").glob("*.so"))
+    may_compile.set()
+    gxx.load_needed()
+    assert len(list((tmp_path / "torchpod").glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_library_that_cannot_be_compiled_fails_all_that_need_it_until_it_can(cores, tmp_path, monkeypatch):
+    from torch._inductor import cpp_builder
+
+    def refuse(command, cwd):
+        raise OSError("no space")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gxx, "cores", lambda: cores)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(cpp_builder, "run_compile_cmd", refuse)
+        gxx.need("cpu_memory.cpp", "-lc10")
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space"):
+                gxx.load_needed()
+    gxx.load_needed()
+    assert len(list((tmp_path / "torchpod").iterdir())) == 1
 
 
 @pytest.mark.parametrize("damaged", ["once", "always"])

@@ -107,10 +107,11 @@ def test_members_of_a_population_may_share_an_argument(seed):
 
 NARROWER = """
 import sys
-from torchpod.kernels import cpu_ops
+from torchpod.kernels import cpu_ops, gxx
 cpu_ops.FILES["torchpod.nearest"] += tuple(sys.argv[2:])
 from tests.ops.test_neighbors import *
 cpu_ops.load("torchpod.nearest")
+gxx.load_needed()
 for size, num in SIZES:
     where = scattered(int(sys.argv[1]), size)
     for actual, expected in zip(torch.ops.torchpod.nearest(*where, num), nearest(*where, num), strict=True):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchpod.kernels.gxx import library
+from torchpod.kernels import gxx
 from torchpod.kernels.together import entry_of
 from torchpod.trees import paths, reader, writer
 
 _aoti = cast(Any, torch._C)._aoti
+_FILE = "cpu_calls.cpp"
 
 
 class NotRecordable(Exception):
@@ -231,10 +232,15 @@ def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return x.shape, x.stride(), x.dtype
 
 
+def begin() -> None:
+    """Has the library compiled in the background: every run on a CPU needs it."""
+    gxx.begin(_FILE)
+
+
 @functools.cache
 def _library() -> ctypes.PyDLL:
     """Compiled once per machine. Called with Python's lock held, which programs give away themselves."""
-    calls = ctypes.PyDLL(library("cpu_calls.cpp")._name)
+    calls = ctypes.PyDLL(gxx.library(_FILE)._name)
     pointer, number, python = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     calls.torchpod_call.argtypes = number, python, number, pointer, number, pointer, number, pointer
     calls.torchpod_call.restype = python

@@ -138,13 +138,15 @@ void columns(long rows, long depth, View a, const float* b, long ldb, const End&
   long i = 0;
   auto from = [&](long row) { return View{a.data + row * a.row, a.row, a.column}; };
   for (; i + 6 <= rows; i += 6) block<6, NV>(depth, from(i), b, ldb, end.at(i, j));
-  switch (rows - i) {
-    case 5: return block<5, NV>(depth, from(i), b, ldb, end.at(i, j));
-    case 4: return block<4, NV>(depth, from(i), b, ldb, end.at(i, j));
-    case 3: return block<3, NV>(depth, from(i), b, ldb, end.at(i, j));
-    case 2: return block<2, NV>(depth, from(i), b, ldb, end.at(i, j));
-    case 1: return block<1, NV>(depth, from(i), b, ldb, end.at(i, j));
+  if (i + 4 <= rows) {
+    block<4, NV>(depth, from(i), b, ldb, end.at(i, j));
+    i += 4;
   }
+  if (i + 2 <= rows) {
+    block<2, NV>(depth, from(i), b, ldb, end.at(i, j));
+    i += 2;
+  }
+  if (i < rows) block<1, NV>(depth, from(i), b, ldb, end.at(i, j));
 }
 
 // A[rows, depth] B[depth, cols] to End; cols is a multiple of LANES.

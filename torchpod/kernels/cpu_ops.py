@@ -4,7 +4,7 @@ import functools
 
 from torch.fx import GraphModule
 
-from torchpod.kernels.gxx import library
+from torchpod.kernels.gxx import need
 
 FILES = {
     "torchpod.discounted_sum": ("cpu_scan.cpp", "-ftree-loop-vectorize", "-ffp-contract=fast"),
@@ -15,8 +15,8 @@ FILES = {
 
 @functools.cache
 def load(name: str) -> None:
-    """Compiles an operator, once per machine, and loads it."""
-    library(*FILES[name])
+    """Compiles an operator, once per machine, and has it loaded for the next program."""
+    need(*FILES[name])
 
 
 def load_those_called(module: GraphModule) -> None:

@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._inductor import config as inductor_config
@@ -33,6 +35,43 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class _Building(NamedTuple):
+    """Libraries of this process, by file and flags."""
+
+    pool: ThreadPoolExecutor
+    begun: dict[tuple[str, ...], Future[Path]]
+
+
+@functools.cache
+def _building() -> _Building:
+    return _Building(ThreadPoolExecutor(max(1, cores() - 1), "torchpod-gxx"), {})
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_building.cache_clear)  # threads stay behind
+_NEEDED: list[tuple[str, ...]] = []
+
+
+def begin(name: str, *flags: str) -> None:
+    """Compiles a library in the background, if there is a core for that; `library` waits for it."""
+    if cores() > 1 and (name, *flags) not in _building().begun:
+        compile_it = _to_build(Path(__file__).with_name(name), *flags)  # here, where inductor's settings are ours
+        _building().begun[name, *flags] = _building().pool.submit(compile_it)
+
+
+def need(name: str, *flags: str) -> None:
+    """The next program that runs calls what is in this library: it is loaded by `load_needed`."""
+    _NEEDED.append((name, *flags))
+    begin(name, *flags)
+
+
+def load_needed() -> None:
+    """Waits for the libraries that are needed, and loads them."""
+    while _NEEDED:
+        library(*_NEEDED[-1])
+        _NEEDED.pop()
+
+
 def library(name: str, *flags: str) -> ctypes.CDLL:
     """Compiles a C++ file of this folder, once per machine, and loads it; `flags` are those of `built`.
 
@@ -40,7 +79,8 @@ def library(name: str, *flags: str) -> ctypes.CDLL:
       OSError: if libraries in the folder where it is kept may not be run.
     """
     source = Path(__file__).with_name(name)
-    path = built(source, *flags)
+    begun = _building().begun.pop((name, *flags), None)
+    path = built(source, *flags) if begun is None else begun.result()
     try:
         return ctypes.CDLL(str(path))
     except OSError:
@@ -64,6 +104,11 @@ def built(source: Path, *flags: str) -> Path:
       source: the file.
       flags: for g++, besides those of inductor's programs.
     """
+    return _to_build(source, *flags)()
+
+
+def _to_build(source: Path, *flags: str) -> Callable[[], Path]:
+    """See `built`; what it returns may be called in another thread."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -76,12 +121,18 @@ def built(source: Path, *flags: str) -> Path:
 
     made_of = source.read_text(), builder("").get_command_line(), versions(), processor()
     path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # so that nobody sees half of it
-            build = builder(scratch)
+    if path.exists():
+        return lambda: path
+    scratch = tempfile.TemporaryDirectory(dir=folder)  # so that nobody sees half of it
+    build = builder(scratch.name)
+
+    def make() -> Path:
+        with scratch:
             build.build()
             os.replace(build.get_target_file_path(), path)
-    return path
+        return path
+
+    return make
 
 
 def _library_folder() -> Path:
@@ -138,7 +189,7 @@ def cache_per_width() -> None:
     cast(Any, torch.compiler.config).cache_key_tag += f" {pick_vec_isa()}"
 
 
-def precompiled(command_line: str, options: Any) -> str:
+def precompiled(command_line: str, options: Any, *, make: bool) -> str:
     """Where the header lies whose precompiled form serves a program that is compiled by `command_line`.
 
     It has all that programs include: inductor precompiles the first of `HEADERS` alone, and each program takes half a
@@ -148,6 +199,7 @@ def precompiled(command_line: str, options: Any) -> str:
     Args:
       command_line: of g++.
       options: of inductor, to compile the header with: g++ takes it for programs that are compiled likewise.
+      make: whether to precompile it, if nobody has: 7 s, and 2.5 for each file that is compiled without.
     """
     from torch._inductor import codecache
     from torch._inductor.cpp_builder import CppBuilder
@@ -161,9 +213,10 @@ def precompiled(command_line: str, options: Any) -> str:
         extra=repr(made_of),
         specified_dir=str(folder),
     )
-    (folder / "locks").mkdir(exist_ok=True)
-    builder = CppBuilder(name=path, sources=path, BuildOption=options)
-    codecache._worker_compile_cpp(str(folder / "locks" / f"{key}.lock"), (builder,))
+    if make:
+        (folder / "locks").mkdir(exist_ok=True)
+        builder = CppBuilder(name=path, sources=path, BuildOption=options)
+        codecache._worker_compile_cpp(str(folder / "locks" / f"{key}.lock"), (builder,))
     return path
 
 

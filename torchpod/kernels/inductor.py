@@ -467,6 +467,8 @@ def _fold_constants(graph: torch.fx.GraphModule) -> None:
             continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):  # drawn anew in every call
             continue
+        if getattr(node.target, "namespace", "") == "torchpod":
+            gxx.load_needed()
         args, kwargs = pytree.tree_map_only(torch.fx.Node, known.__getitem__, (node.args, node.kwargs))
         value = cast(Any, node.target)(*args, **kwargs)
         if _size(value) > max(_LARGE_TABLE, *(_size(known[x]) for x in inputs), 0):

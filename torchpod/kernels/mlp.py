@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from torchpod.kernels.gxx import library
+from torchpod.kernels.gxx import need
 
 aten = torch.ops.aten
 
@@ -104,9 +104,9 @@ torch.library.register_fake(
 
 @functools.cache
 def load(device: str = "cpu") -> None:
-    """Compiles the operators, for a CPU once per machine, and loads them."""
+    """Compiles the operators, for a CPU once per machine, and has them loaded for the next program."""
     if device == "cpu":
-        library("cpu_mlp.cpp", "-fno-math-errno", "-ffp-contract=fast", f"-DTORCHPOD_WIDE={LOOKS_FROM}")
+        need("cpu_mlp.cpp", "-fno-math-errno", "-ffp-contract=fast", f"-DTORCHPOD_WIDE={LOOKS_FROM}")
     else:
         implement_in_triton(device)
 
