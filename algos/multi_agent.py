@@ -28,7 +28,7 @@ LATER = ("annealed", "optimizer_intervals", "replayed", "reuse_forward", "target
 _METRICS = ("loss", "grad_norm", "episode_return", "episode_length")
 """What names of metrics of the run begin with, before a slash, as those of a policy do with its own name."""
 _KEYS = (
-    *TimeStep._fields,
+    *("observation", "reward", "discount", "step_type"),
     *("action", "next", "done", "terminated", "truncated", "is_init"),
     *("raw_reward", "game_over", "alive", "episode"),
 )

@@ -115,7 +115,7 @@ def main(
     with Record("anakin", json_path, **extra) as record:
         record.calibrate(core)
         if not workers:
-            make_libraries(ours, core)
+            make_libraries(ours)
         for case in chosen:
             peer = jax if case.peer == "jax" else rejax or rejax_worker()
             if case.cores > len(os.sched_getaffinity(0)):
@@ -268,16 +268,17 @@ def joined(runs: Sequence[Measured], rounds: slice = slice(None)) -> Measured:
     return failed or [m for run in runs if not isinstance(run, WorkerError) for m in run[rounds]]
 
 
-def make_libraries(ours: Worker, core: int | None) -> None:
+def make_libraries(ours: Worker) -> None:
     """Runs once, for our own libraries and the header, which are made once per machine: no cold start is to make them.
 
+    On all cores: on one the header is not made for the first programs.
     If it fails so do the cases, which say why.
     """
-    processes.interleave((ours,), [case_arguments(Case(64), 1, learn=False, seed=0)], core=core)
+    processes.interleave((ours,), [case_arguments(Case(64), 1, learn=False, seed=0)], core=None)
 
 
 def first_start(ours: Worker, arguments: Sequence[str], core: int | Sequence[int] | None) -> Measured:
-    """One run as on a machine that has seen none: our own libraries and the precompiled header are made as well."""
+    """One run as on a machine that has seen none: our own libraries are made too, and the header on several cores."""
     with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as folder:
         homes = {name: str(Path(folder) / name) for name in ("XDG_CACHE_HOME", "TMPDIR")}  # libraries; the header
         for home in homes.values():

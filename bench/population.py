@@ -54,7 +54,7 @@ def main(
     with Record("population", json_path, **extra) as record:
         record.calibrate(core)
         if not workers:
-            make_libraries(ours, core)
+            make_libraries(ours)
         for members, num_envs in (case for case in cases if name_of(case) in kept):
             name = name_of((members, num_envs))
             with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:

@@ -204,6 +204,7 @@ def test_every_setting_of_replay_has_its_place(override):
     [
         ("num_envs: x", "num_envs='x': expected an integer."),
         ("algo: {agent: {hiddens: [8]}}", "algo.agent.hiddens is no setting; did you mean hidden?"),
+        ("algo: {agent: {hidden: [x]}}", "algo.agent.hidden[0]='x': expected an integer."),
         ("algo: {agent: {clip: -1}}", "algo.agent.clip=-1 must lie from 0 to inf."),
         ("algo: {learner: {learningrate: 1}}", "algo.learner.learningrate is no setting; did you mean learning_rate"),
         ("total_env_steps: 0", "total_env_steps=0 must be at least 1."),
@@ -220,6 +221,8 @@ def test_a_setting_that_is_wrong_beside_an_experiments_file_is_told_by_itself(tm
     path.write_text("num_envs: 32")
     assert refused([f"experiment={path}", "num_envs=x"]) == "num_envs='x': expected an integer."
     assert refused([f"experiment={path}", "seed=x"]) == "seed='x': expected an integer."
+    path.write_text("algo: {learner: {num_minibatches: 4}}")
+    assert refused([f"experiment={path}", "num_envs=6", "algo.unroll_length=5"]).startswith("algo.learner.num_mini")
 
 
 def test_an_experiment_named_without_its_suffix_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

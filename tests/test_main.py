@@ -549,9 +549,9 @@ class TestEval:
         assert call("train", *SMALL, "run_dir=run", "population=3")[0] == 0
         *scores, last = call("eval", "run", "--episodes", "1", "--video", "x.gif")[1].splitlines()
         means = [json.loads(score)["mean"] for score in scores]
-        assert last.endswith(f"return {max(means):.1f}, member {means.index(max(means))}")
+        assert last.endswith(f"return {short(max(means))}, member {means.index(max(means))}")
         out = call("eval", "run", "--episodes", "1", "--video", "x.gif", "--member", "1")[1]
-        assert out.endswith(f"return {means[1]:.1f}, member 1\n")
+        assert out.endswith(f"return {short(means[1])}, member 1\n")
         assert error_of(call("eval", "run", "--video", "x.gif", "--member", "3")) == "--member 3 must be from 0 to 2."
         assert error_of(call("eval", "run", "--member", "1")) == (
             "--member 1 chooses whose episode is written; add --video or --episode."

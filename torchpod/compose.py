@@ -77,12 +77,10 @@ def load(overrides: Sequence[str] = ()) -> TrainConfig:
             typed(algos.MAKERS[config.algo.name][1], config.algo.agent, "algo.agent.")
         _check_effects(config)
     except ConfigError as error:
-        setting, experiment = (
-            str(error).partition(" ")[0].partition("=")[0],
-            next(filter(_names_experiment, overrides), ""),
-        )
-        if experiment and setting not in given and setting in _keys(_read_experiment(_file(experiment))):
-            raise ConfigError(f"{experiment}: {error}") from error
+        file = next((_file(item) for item in overrides if _names_experiment(item)), None)
+        setting = re.split(r"[ =\[]", str(error), maxsplit=1)[0]
+        if file is not None and setting in _keys(_read_experiment(file)) and not any(x in str(error) for x in given):
+            raise ConfigError(f"experiment={file}: {error}") from error
         raise
     return config
 

@@ -113,10 +113,7 @@ class Gymnasium:
             extra = "jax" if kind[1] in ("phys2d", "tabular") else kind[1]
             raise ImportError(f"{error}, which {task} needs: pip install 'gymnasium[{extra}]'.") from error
         name = task if isinstance(task, str) else getattr(task, "__name__", type(probe.unwrapped).__name__)
-        for space in ("observation_space", "action_space"):
-            if getattr(probe, space, None) is None:
-                raise ValueError(f"{name} has no {space}; set self.{space} in its __init__, of gymnasium.spaces.")
-        self._spaces = probe.observation_space, probe.action_space
+        self._spaces = space_of(probe, "observation_space", name), space_of(probe, "action_space", name)
         self.spec, self._to_native = self._described(probe, name)
         probe.close()
 
@@ -288,6 +285,14 @@ class Gymnasium:
         told = {name: info.get(_TOLD + name, none).astype(np.float32) for name in self._info_keywords}
         episode = {name: torch.from_numpy(x) for name, x in told.items()}
         return timestep._replace(extras=timestep.extras | {"episode": episode})
+
+
+def space_of(env: Any, space: str, name: str) -> Any:
+    """The `space` of an environment; raises `ValueError` if it has none."""
+    found = getattr(env, space) if hasattr(env, space) or hasattr(type(env.unwrapped), space) else None
+    if found is None:
+        raise ValueError(f"{name} has no {space}; set self.{space} in its __init__, of gymnasium.spaces.")
+    return found
 
 
 def _names(keywords: Any) -> tuple[str, ...]:

@@ -32,14 +32,15 @@ def action_of(
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
-        return Discrete(int(space.n)), lambda action: action + space.start
+        return Discrete(int(space.n)), lambda action: (action + space.start).astype(space.dtype)
     if isinstance(space, spaces.MultiDiscrete):
         return MultiDiscrete(tuple(space.nvec.flatten().tolist())), lambda action: (
             action.reshape(-1, *space.shape) + space.start
         ).astype(space.dtype)
     if isinstance(space, spaces.Tuple) and all(isinstance(x, spaces.Discrete) for x in space) and len(space):
-        starts = [int(x.start) for x in space]
-        return MultiDiscrete(tuple(int(x.n) for x in space)), lambda action: tuple((action + starts).T)
+        return MultiDiscrete(tuple(int(x.n) for x in space)), lambda action: tuple(
+            (own + x.start).astype(x.dtype) for own, x in zip(action.T, space, strict=True)
+        )
     if not isinstance(space, spaces.Box):
         raise ValueError(f"{where} is {space}; use Box, Discrete, MultiDiscrete, or a Tuple of Discrete.")
     if 0 in space.shape:

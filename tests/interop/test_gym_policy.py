@@ -1,6 +1,7 @@
 """A policy in a loop over Gymnasium environments acts as it does behind torchpod's own adapter."""
 
 import re
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -26,13 +27,15 @@ class Walk(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        self.over = False
         return self.look(), {}
 
     def step(self, action):
         assert self.action_space.contains(action), action
-        return self.look(), float(self.np_random.random()), self.np_random.random() < 0.1, False, {}
+        self.over = bool(self.np_random.random() < 0.1)
+        return self.look(), float(self.np_random.random()), self.over, False, {}
 
-    def look(self):
+    def look(self) -> Any:
         return self.np_random.uniform(-3.0, 3.0, 4).astype(np.float32)
 
 
@@ -52,9 +55,10 @@ class Pairs(Walk):
     )
     action_space = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(2, start=5)])
 
-    def look(self):
+    def look(self) -> Any:
         mask = np.ones(5, np.int8)
         mask[self.np_random.integers(3)] = 0
+        mask *= not self.over  # where nobody acts it may be closed
         return {
             "image": self.np_random.integers(0, 255, (2, 5, 5), dtype=np.uint8),
             "more": int(self.np_random.integers(2, 5)),
@@ -66,6 +70,20 @@ class Grid(Walk):
     action_space = spaces.MultiDiscrete([[2, 3], [4, 5]])
 
 
+class Short(Walk):
+    """What is observed is a list, and actions have other integers than usual."""
+
+    observation_space = spaces.Tuple([spaces.Box(-3.0, 3.0, (4,), np.float32), spaces.Discrete(3)])
+    action_space = spaces.Discrete(3, dtype=np.int32)
+
+    def look(self) -> Any:
+        return [super().look(), int(self.np_random.integers(3))]
+
+
+class Shorts(Short):
+    action_space = spaces.Tuple([spaces.Discrete(3, dtype=np.int16), spaces.Discrete(2, start=5)])
+
+
 def made(env, seed, **settings):
     """An agent for it, and variables with which it decides."""
     torch.manual_seed(seed)
@@ -74,7 +92,15 @@ def made(env, seed, **settings):
     return agent, {name: x + (x.ndim > 1) * torch.randn_like(x) for name, x in params.items()} | buffers
 
 
-CASES = [(Walk, {}), (Reach, {}), (Pairs, {}), (Grid, {}), (Walk, {"recurrent": 8, "cell": "lstm"})]
+CASES = [
+    (Short, {}),
+    (Shorts, {}),
+    (Walk, {}),
+    (Reach, {}),
+    (Pairs, {}),
+    (Grid, {}),
+    (Walk, {"recurrent": 8, "cell": "lstm"}),
+]
 
 
 @pytest.mark.parametrize(("env", "settings"), CASES)
@@ -197,7 +223,7 @@ def test_variables_and_agents_that_are_others_are_refused():
 
 
 class SeesReward(PPO):
-    def act(self, timestep, state, keys, explore):
+    def act(self, timestep, state, keys, explore=True):
         output, state = super().act(timestep, state, keys, explore)
         return output._replace(action=(output.action + (timestep.reward > 0)) % 3), state
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchpod.kernels import gxx, together
+from torchpod.kernels import gxx
 from torchpod.kernels.inductor import Compiled
 
 
@@ -41,19 +41,17 @@ def test_the_header_is_precompiled_once_for_all_programs_of_one_kind(monkeypatch
 
 
 def test_on_one_core_the_header_is_precompiled_once_a_few_files_were_compiled_without(tmp_path, monkeypatch, seed):
+    from torch._inductor import codecache
+
     made = []
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
+    monkeypatch.setattr(codecache, "_worker_compile_cpp", lambda _, builders: made.append(builders))
     monkeypatch.setattr(gxx, "cores", lambda: 1)
-    monkeypatch.setattr(gxx, "precompiled", lambda *_, make: made.append(make) or "")
-    together._options.cache_clear()
-    try:
-        for i in range(together.FILES_WITHOUT_HEADER + 1):
-            assert True not in made
-            x = torch.full((3,), float(seed))
-            torch.testing.assert_close(Compiled(lambda x, i=i: (x * (i + 2),), "f", 1)(x)[0], x * (i + 2))
-    finally:
-        together._options.cache_clear()
-    assert made == [False, True]
+    for i in range(gxx.FILES_WITHOUT_HEADER + 1):
+        assert not made
+        x = torch.full((3,), float(seed))
+        torch.testing.assert_close(Compiled(lambda x, i=i: (x * seed + i,), "f", 1)(x)[0], x * seed + i)
+    assert len(made) == 1
 
 
 def test_a_compiler_that_refuses_the_flags_of_the_processor_is_asked_by_inductor(monkeypatch):
@@ -130,6 +128,7 @@ def test_a_library_that_is_needed_is_compiled_while_its_maker_goes_on(tmp_path, 
         compile_it(command, cwd)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gxx, "_NEEDED", [])
     monkeypatch.setattr(gxx, "cores", lambda: 2)
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", when_it_may)
     for _ in range(2):
@@ -148,6 +147,7 @@ def test_a_library_that_cannot_be_compiled_fails_all_that_need_it_until_it_can(c
         raise OSError("no space")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gxx, "_NEEDED", [])
     monkeypatch.setattr(gxx, "cores", lambda: cores)
     with monkeypatch.context() as refusing:
         refusing.setattr(cpp_builder, "run_compile_cmd", refuse)
@@ -157,6 +157,21 @@ def test_a_library_that_cannot_be_compiled_fails_all_that_need_it_until_it_can(c
                 gxx.load_needed()
     gxx.load_needed()
     assert len(list((tmp_path / "torchpod").iterdir())) == 1
+
+
+def test_what_is_needed_meanwhile_is_loaded_too(monkeypatch):
+    loaded = []
+
+    def library(*needed):
+        if not loaded:
+            gxx._NEEDED.append(("second.cpp",))  # by another thread
+        loaded.append(needed)
+
+    monkeypatch.setattr(gxx, "library", library)
+    monkeypatch.setattr(gxx, "_NEEDED", [("first.cpp",)])
+    gxx.load_needed()
+    gxx.load_needed()
+    assert loaded == [("first.cpp",), ("second.cpp",)] and not gxx._NEEDED
 
 
 @pytest.mark.parametrize("damaged", ["once", "always"])

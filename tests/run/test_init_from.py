@@ -16,7 +16,7 @@ from torchpod.compose import load
 from torchpod.distributed import Ranks
 from torchpod.main import main
 from torchpod.makers import make_agent, make_env
-from torchpod.metrics import read_metrics
+from torchpod.metrics import read_metrics, short
 from torchpod.run.execute import Run, execute
 from torchpod.run.init_from import layers_of, with_loaded_weights
 
@@ -177,9 +177,9 @@ def test_the_last_line_tells_policies_from_groups_that_are_called_alike(
     assert main(["train", *SETTINGS, names, f"total_env_steps={STEPS}", f"run_dir={tmp_path / 'run'}"]) == 0
     score = json.loads((tmp_path / "run/summary.json").read_text())["eval_return"]
     assert set(score["groups"]) == set(score["policies"]) == {"tagger", "runner"}
-    groups, policies = ([f"{k} {x['mean']:.1f}" for k, x in score[kind].items()] for kind in ("groups", "policies"))
+    groups, policies = ([f"{k} {short(x['mean'])}" for k, x in score[kind].items()] for kind in ("groups", "policies"))
     told = ", ".join([*groups, *(f"policy {x}" for x in policies)])
-    assert f", 1 episodes: {told}) after " in capsys.readouterr().out
+    assert f", 1 episodes: {told}, tag_rate " in capsys.readouterr().out
 
 
 def test_the_learning_rate_of_a_policy_has_a_schedule_of_its_own(tmp_path: Path):

@@ -34,9 +34,15 @@ def test_cut_episodes_resets_and_compilation_are_told_where_there_are_any():
 
 
 def test_groups_policies_and_what_the_environment_says_are_told_behind_the_episodes():
-    parts = {"groups": {"red": {"mean": -2.0}}, "policies": {"a": {"mean": 3.25}}, "episode": {"is_success": 0.5}}
+    parts = {"groups": {"red": {"mean": -2.0}}, "policies": {"a": {"mean": 3.25}}, "episode": {"red": 0.5}}
     told = result_of(SUMMARY | {"eval_return": SUMMARY["eval_return"] | parts})
-    assert ", 32 episodes: red -2, policy a 3.25, is_success 0.5) after " in told
+    assert ", 32 episodes: red -2, policy a 3.25, red 0.5) after " in told
+
+
+def test_of_many_numbers_of_the_environments_the_first_are_told():
+    parts = {"episode": {name: float(i) for i, name in enumerate("abcdef")}}
+    told = result_of(SUMMARY | {"eval_return": SUMMARY["eval_return"] | parts})
+    assert ", 32 episodes: a 0, b 1, c 2, d 3 and 2 more in summary.json) after " in told
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """check_env passes what keeps the contract, and names the rule that each broken environment breaks."""
 
 import dataclasses
+import functools
 import inspect
 import re
 import warnings
@@ -641,7 +642,7 @@ def test_a_method_that_is_missing_is_named(method):
 
 
 class Hasty(Walk):
-    def transition(self, state, action):
+    def transition(self, state, action):  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().transition(state, action, None)
 
 
@@ -657,11 +658,37 @@ def test_a_method_that_nobody_calls_is_told_by_a_warning_if_its_name_is_nearly_o
         return state
 
     near = type("Near", (Walk,), {name: method, "restful": method})
-    with pytest.warns(UserWarning, match=f"torchpod does not call Near.{name}; did you mean {meant}\\?"):
+    with pytest.warns(UserWarning) as warned:
         check_env(near(), compile=False)
+    (told,) = warned
+    assert str(told.message) == f"torchpod does not call Near.{name}; did you mean {meant}?"
+    assert told.filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_env(type("Far", (Walk,), {"truncating": method, "rest": method})(), compile=False)
+        check_env(type("Far", (Walk,), {"truncating": method, "rest": method, f"_{name}": method})(), compile=False)
+
+
+def scaled(method):
+    @functools.wraps(method)
+    def called(self, state):
+        return method(self, state, 1.0)
+
+    return called
+
+
+class Decorated(Walk):
+    @scaled
+    def observe(self, state, scale):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {"place": scale * state}
+
+
+def test_a_decorator_may_give_a_method_more_arguments():
+    check_env(Decorated(), compile=False)
+
+
+def test_what_is_no_method_is_named():
+    with pytest.raises(ContractError, match=r"^observe of Constant must be a method, observe\(self, state\)\.$"):
+        check_env(type("Constant", (Walk,), {"observe": 3})())
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -5,10 +5,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from torchpod.agent import Agent, Variables
 from torchpod.algos.multi_agent import Policies
+from torchpod.envs.host.gymnasium import space_of
 from torchpod.envs.host.spaces import action_of, masked, misfit, opened, spec_of, to_tensors
 from torchpod.interop.policy import Greedy, acted, require_variables
 from torchpod.types import ACTION_MASK
@@ -21,13 +23,13 @@ class GymnasiumPolicy:
     those of all. Observations and actions are turned as torchpod.envs.Gymnasium turns them in training: choices that
     do not begin at 0, bounds that differ from entry to entry, images of bytes `[C, H, W]`, an `action_mask`.
 
-    A policy with a memory is told where episodes begin, `policy(observation, first)`: True or False, of a vector
-    environment `[B]` bool. One of Gymnasium's resets at the step after the last of an episode: `first` are the rows
-    that ended at the step before the last one.
+    A policy with a memory is told whether an observation is the first of an episode, `policy(observation, first)`:
+    True or False, of a vector environment `[B]` bool. With `AutoresetMode.NEXT_STEP` these are the rows that ended at
+    the step before the last one, with `SAME_STEP` at the last one, with `DISABLED` those that you have reset.
 
     Args:
       agent: the agent; its own parameters are not used.
-      variables: its parameters and buffers: `run.variables`.
+      variables: its parameters and buffers: `run.variables`. It acts on the CPU.
       env: the environment, or a vector environment, for its spaces; it is not stepped.
 
     Raises:
@@ -37,19 +39,18 @@ class GymnasiumPolicy:
     """
 
     def __init__(self, agent: Agent, variables: Variables, env: gymnasium.Env | gymnasium.vector.VectorEnv) -> None:
-        who = type(agent).__name__
         if isinstance(agent, Policies):
-            raise ValueError(
-                f"{who} is of many agents, and a Gymnasium environment has one; use `torchpod export RUN`."
-            )
+            who = f"{type(agent).__name__} is of many agents"
+            raise ValueError(f"{who}, and a Gymnasium environment has one; use `torchpod export RUN`.")
         require_variables(agent, variables)
-        self._spaces, self._num_envs = (env.observation_space, env.action_space), None
-        single = self._spaces
+        name = type(env.unwrapped).__name__
+        self._spaces = single = space_of(env, "observation_space", name), space_of(env, "action_space", name)
+        self._num_envs = None
         if isinstance(env, gymnasium.vector.VectorEnv):
             single, self._num_envs = (env.single_observation_space, env.single_action_space), env.num_envs
         self._action, self._to_native = action_of(single[1], "action_space")
         self._observation = masked(spec_of(single[0], "observation_space"), self._action, "observation_space")
-        self._greedy = Greedy(agent, variables, action=self._action)
+        self._greedy = Greedy(agent, {name: x.cpu() for name, x in variables.items()}, action=self._action)
         self._state = self._greedy.initial_state(self._num_envs or 1)
 
     @torch.no_grad()
@@ -57,7 +58,8 @@ class GymnasiumPolicy:
         """The actions; see the class."""
         if (wrong := misfit(observation, self._spaces[0])) is not None:
             raise ValueError(f"the policy was given an observation {wrong}; give it what the environment returned.")
-        tensors = to_tensors(_row(observation) if self._num_envs is None else observation, self._observation)
+        rows = _row(observation, self._spaces[0]) if self._num_envs is None else observation
+        tensors = to_tensors(rows, self._observation)
         if isinstance(tensors, dict) and ACTION_MASK in tensors:  # which may be closed where an episode has ended
             tensors[ACTION_MASK], _ = opened(tensors[ACTION_MASK], self._action, np.zeros(self._num_envs or 1, bool))
         if self._greedy.has_state:
@@ -88,10 +90,10 @@ class GymnasiumPolicy:
         return torch.from_numpy(found.reshape(-1))
 
 
-def _row(observation: Any) -> Any:
+def _row(observation: Any, space: Any) -> Any:
     """With an axis of one row."""
-    if isinstance(observation, dict):
-        return {name: _row(x) for name, x in observation.items()}
-    if isinstance(observation, tuple):
-        return tuple(map(_row, observation))
-    return np.asarray(observation)[None]
+    if isinstance(space, spaces.Dict):
+        return {name: _row(observation[name], inner) for name, inner in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(_row, observation, space))
+    return np.array(observation)[None]

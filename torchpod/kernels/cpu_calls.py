@@ -233,7 +233,7 @@ def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
 
 
 def begin() -> None:
-    """Has the library compiled in the background: every run on a CPU needs it."""
+    """Has the library compiled in the background, before anybody asks for it: runs on a CPU do."""
     gxx.begin(_FILE)
 
 

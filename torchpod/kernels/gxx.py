@@ -3,12 +3,14 @@
 together.py has what compiles inductor's programs.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ HEADERS = (
     "sstream",
 )
 """What inductor's programs for a CPU include."""
+FILES_WITHOUT_HEADER = 2
 
 
 def cores() -> int:
@@ -47,9 +50,9 @@ def _building() -> _Building:
     return _Building(ThreadPoolExecutor(max(1, cores() - 1), "torchpod-gxx"), {})
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_building.cache_clear)  # threads stay behind
+os.register_at_fork(after_in_child=_building.cache_clear)  # its threads are the parent's
 _NEEDED: list[tuple[str, ...]] = []
+"""Files and flags of libraries that no program may run without."""
 
 
 def begin(name: str, *flags: str) -> None:
@@ -60,16 +63,17 @@ def begin(name: str, *flags: str) -> None:
 
 
 def need(name: str, *flags: str) -> None:
-    """The next program that runs calls what is in this library: it is loaded by `load_needed`."""
-    _NEEDED.append((name, *flags))
+    """Of a library that a program will call: it is compiled in the background, and loaded before any program runs."""
     begin(name, *flags)
+    _NEEDED.append((name, *flags))
 
 
 def load_needed() -> None:
-    """Waits for the libraries that are needed, and loads them."""
-    while _NEEDED:
-        library(*_NEEDED[-1])
-        _NEEDED.pop()
+    """Waits for the libraries that are needed, and loads them; one that cannot be had is needed still."""
+    for needed in tuple(_NEEDED):  # others may need some meanwhile
+        library(*needed)
+        with contextlib.suppress(ValueError):  # or have loaded it
+            _NEEDED.remove(needed)
 
 
 def library(name: str, *flags: str) -> ctypes.CDLL:
@@ -123,13 +127,15 @@ def _to_build(source: Path, *flags: str) -> Callable[[], Path]:
     path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     if path.exists():
         return lambda: path
-    scratch = tempfile.TemporaryDirectory(dir=folder)  # so that nobody sees half of it
-    build = builder(scratch.name)
+    scratch = tempfile.mkdtemp(dir=folder)  # so that nobody sees half of it
+    build = builder(scratch)
 
     def make() -> Path:
-        with scratch:
+        try:
             build.build()
             os.replace(build.get_target_file_path(), path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
         return path
 
     return make
@@ -189,17 +195,19 @@ def cache_per_width() -> None:
     cast(Any, torch.compiler.config).cache_key_tag += f" {pick_vec_isa()}"
 
 
-def precompiled(command_line: str, options: Any, *, make: bool) -> str:
+def precompiled(command_line: str, options: Any) -> str:
     """Where the header lies whose precompiled form serves a program that is compiled by `command_line`.
 
     It has all that programs include: inductor precompiles the first of `HEADERS` alone, and each program takes half a
     second more. It is known by the versions of torch and compiler: inductor preprocesses it in every process, 0.2 s, to
     see whether it has changed.
 
+    It takes g++ 7 s on a core of an Intel Xeon, and saves each file 2.5 there. Of several cores another one traces
+    meanwhile; on one the first files of a machine, `FILES_WITHOUT_HEADER`, include it as it is.
+
     Args:
       command_line: of g++.
       options: of inductor, to compile the header with: g++ takes it for programs that are compiled likewise.
-      make: whether to precompile it, if nobody has: 7 s, and 2.5 for each file that is compiled without.
     """
     from torch._inductor import codecache
     from torch._inductor.cpp_builder import CppBuilder
@@ -213,9 +221,14 @@ def precompiled(command_line: str, options: Any, *, make: bool) -> str:
         extra=repr(made_of),
         specified_dir=str(folder),
     )
-    if make:
+    builder = CppBuilder(name=path, sources=path, BuildOption=options)
+    if os.path.exists(builder.get_target_file_path()):
+        return path
+    with open(f"{path}.without", "ab") as without:  # a byte for each file
+        go_without = cores() == 1 and without.tell() < FILES_WITHOUT_HEADER
+        without.write(b"." * go_without)
+    if not go_without:
         (folder / "locks").mkdir(exist_ok=True)
-        builder = CppBuilder(name=path, sources=path, BuildOption=options)
         codecache._worker_compile_cpp(str(folder / "locks" / f"{key}.lock"), (builder,))
     return path
 

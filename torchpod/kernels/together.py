@@ -29,8 +29,6 @@ from torchpod.kernels.quicker import quicken
 
 LARGEST = 500_000
 """Characters of the programs in one file: the memory that g++ needs grows with them, 0.45 GB at 430,000."""
-FILES_WITHOUT_HEADER = 2
-"""On one core, before the header is precompiled."""
 _APART = (
     "__attribute__((noinline)) void inductor_cpu_throw_if_integer_div_error(std::atomic<int>&);",
     "__attribute__((noinline)) void inductor_cpu_note_integer_div_by_zero();",
@@ -59,8 +57,8 @@ class Program(NamedTuple):
     folder: Path
     options: Any
     """Of inductor, for g++."""
-    header: Callable[[bool], str] | None
-    """Where the header is; precompiles it, if it is to."""
+    header: Callable[[], str] | None
+    """Where the header is, precompiled: see `gxx.precompiled`."""
 
     @property
     def path(self) -> Path:
@@ -276,7 +274,7 @@ def _program(source: str, flags: tuple[str, ...]) -> Program:
 
 
 @functools.cache
-def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, Callable[[bool], str] | None, str]:
+def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, Callable[[], str] | None, str]:
     """What inductor's programs are compiled with, their header, and what else than their source they depend on.
 
     Args:
@@ -292,7 +290,7 @@ def _options(flags: tuple[str, ...], *config: Any) -> tuple[Any, Callable[[bool]
     header = None
     if config[-1]:
         to_precompile = CppTorchDeviceOptions(**settings, precompiling=True)  # reads the config, as it is now
-        header = functools.cache(lambda make: gxx.precompiled(command_line, to_precompile, make=make))
+        header = functools.partial(gxx.precompiled, command_line, to_precompile)
     made_of = command_line, gxx.versions(), gxx.processor(), _VECTORS, Path(__file__).read_text()
     return options, header, repr(made_of)
 
@@ -316,9 +314,7 @@ def _compile(programs: Sequence[Program]) -> None:
         source = folder / f"{name}.cpp"
         source.write_text(_whole(missing))
         if missing[0].header is not None:
-            # Beside it a core traces; where there is one, the first files of a machine are compiled sooner without.
-            make = gxx.cores() > 1 or len(list(folder.glob("g*.cpp"))) > FILES_WITHOUT_HEADER
-            missing[0].options.precompiled_header = missing[0].header(make)
+            missing[0].options.precompiled_header = missing[0].header()
         builder = CppBuilder(name=name, sources=str(source), output_dir=str(folder), BuildOption=missing[0].options)
         builder.build()
         for program in missing:

@@ -124,9 +124,11 @@ def _is_statistic(part: nn.Module, key: str) -> bool:
 
 def _learned_in(file: Path) -> str:
     """By which algorithm and in which environment, if the run's folder says so."""
+    if file.parent.parent.name != "checkpoints":
+        return ""
     try:
         config = read_config(file.parents[2])
-    except (CheckpointError, IndexError):
+    except CheckpointError:
         return ""
     return f" (that run has algo={config.algo.name} env={config.env['name']})"
 

@@ -17,6 +17,9 @@ from torchpod.machine import commit, hardware, versions
 from torchpod.metrics import short
 from torchpod.watched import HostError
 
+_MOST_TOLD = 4
+"""Of what an environment says of its episodes, on screen."""
+
 
 @dataclass
 class Timing:
@@ -71,10 +74,12 @@ def result_of(summary: dict[str, Any]) -> str:
         compiled = f", {summary['compile_s']:.1f} s compilation"
     if summary["unfinished_episodes"]:
         cut = f", {summary['unfinished_episodes']} of them cut at {summary['unfinished_steps']:,} steps"
-    means = {name: own["mean"] for name, own in score.get("groups", {}).items()}
-    means |= {f"policy {name}": own["mean"] for name, own in score.get("policies", {}).items()}
-    means |= score.get("episode", {})
-    parts = ": " * bool(means) + ", ".join(f"{name} {short(mean)}" for name, mean in means.items())
+    means = [(name, own["mean"]) for name, own in score.get("groups", {}).items()]
+    means += [(f"policy {name}", own["mean"]) for name, own in score.get("policies", {}).items()]
+    told = [*score.get("episode", {}).items()]
+    means += told[:_MOST_TOLD]
+    parts = ": " * bool(means) + ", ".join(f"{name} {short(mean)}" for name, mean in means)
+    parts += f" and {len(told) - _MOST_TOLD} more in summary.json" if len(told) > _MOST_TOLD else ""
     low, high = map(short, score["ci95"])
     return (
         f"eval return {short(score['mean'])} with greedy actions (IQM {short(score['iqm'])}, 95 % CI of the IQM "

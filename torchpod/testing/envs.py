@@ -71,7 +71,8 @@ def check_env(
     repeats steps to see that they are pure, that rows do not influence each other, that gradients flow, that
     operators of the user's own return what they promise to the compiler, and that vmapped and compiled steps give
     the same. A host environment has no traits: it is played, and copies of it side by side, as pools of Sebulba are;
-    a warning says if it does not repeat with the same keys.
+    a warning says if it does not repeat with the same keys. Another one, of a tensor environment, says if a method that
+    nobody calls has nearly the name of one that torchpod would.
 
     Args:
       env: the environment; its state is left as the last step left it.
@@ -96,6 +97,8 @@ def check_env(
         base = base.env  # of a transform
     if isinstance(base, TensorEnv) and type(base).step is TensorEnv.step:
         keys = random.split(random.key(seed, device), num_envs)
+        for told in _misnamed(type(base)):
+            warnings.warn(told, stacklevel=2)
         _watched(env, lambda: _check_methods(base, keys))
     if num_steps is None:
         num_steps = min(env.spec.max_episode_steps or 200, 1000) + 2
@@ -132,22 +135,11 @@ def _check_methods(env: TensorEnv, keys: Tensor) -> None:
 
     def called(name: str, **arguments: Tree) -> Any:
         before, method = clone(arguments), getattr(env, name)
-        try:
-            inspect.signature(method).bind(*arguments.values())
-        except TypeError:
-            raise ContractError(
-                f"{name}() must take {', '.join(arguments)}; that of {type(env).__name__} is "
-                f"{name}{inspect.signature(method)}."
-            ) from None
+        _require_taken(method, name, tuple(arguments), type(env).__name__)
         result = method(*arguments.values())
         _require_unwritten(f"{name}()", arguments, before)
         return result
 
-    for name in [x for x in ("restart", "extras", "truncated") if getattr(type(env), x) is getattr(TensorEnv, x)]:
-        own = [x for x in dir(type(env)) if not hasattr(TensorEnv, x) and callable(getattr(type(env), x))]
-        if near := difflib.get_close_matches(name, own, 1, 0.85):
-            told = f"torchpod does not call {type(env).__name__}.{near[0]}"
-            warnings.warn(f"{told}; did you mean {name}?", stacklevel=4)
     require(
         not env.spec.truncates_early or type(env).truncated is not TensorEnv.truncated,
         "spec.truncates_early=True needs truncated(state), which says where an episode is cut; write it, or leave "
@@ -171,6 +163,30 @@ def _check_methods(env: TensorEnv, keys: Tensor) -> None:
     _require_alike("transition", result[0], state, keys)
     _check_signal(env.spec, result[1], keys.shape[0], keys.device, "reward")
     require_tensor(result[2], (keys.shape[0],), torch.bool, keys.device, "terminated")
+
+
+def _require_taken(method: Any, name: str, arguments: tuple[str, ...], who: str) -> None:
+    """That a method takes so many arguments, as far as that can be known."""
+    require(callable(method), f"{name} of {who} must be a method, {name}(self, {', '.join(arguments)}).")
+    try:
+        signature = inspect.signature(method, follow_wrapped=False)
+    except ValueError:  # of C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        told = f"{name}() must take {', '.join(arguments)}; that of {who} is {name}{signature}."
+        raise ContractError(told) from error
+
+
+def _misnamed(cls: type[TensorEnv]) -> list[str]:
+    """Sentences about methods that nobody calls, with names near to those of methods that are as they were."""
+    told = []
+    own = [x for x in dir(cls) if x[0] != "_" and not hasattr(TensorEnv, x) and callable(getattr(cls, x))]
+    for name in ("restart", "extras", "truncated"):
+        near = difflib.get_close_matches(name, own, 1, 0.85) if getattr(cls, name) is getattr(TensorEnv, name) else []
+        told += [f"torchpod does not call {cls.__name__}.{x}; did you mean {name}?" for x in near]
+    return told
 
 
 def _require_alike(method: str, state: Tree, first: Tree, keys: Tensor) -> None:

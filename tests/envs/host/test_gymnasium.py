@@ -190,6 +190,17 @@ class Unseen(Countdown):
     observation_space = None
 
 
+class Forgetful(Countdown):
+    @property
+    def observation_space(self):
+        return self.forgotten
+
+
+def test_a_space_that_fails_says_why_itself():
+    with pytest.raises(AttributeError, match="'Forgetful' object has no attribute 'forgotten'"):
+        Gymnasium(Forgetful)
+
+
 class Still(gymnasium.Env):
     observation_space = spaces.Discrete(2)
 
