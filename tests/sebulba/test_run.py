@@ -133,7 +133,10 @@ def test_exceptions_of_a_file_of_ones_own_come_back_from_its_worker_process():
         (["env=gymnasium", "population=2"], "population=2 needs loop=anakin"),
         (["env=cartpole", "loop=anakin", "loop.lag=1"], "loop.lag is a setting of the other loop; add loop=sebulba"),
         (["env=gymnasium", "env.task=corridor.py:Corridor"], "in a file is env=corridor.py:Corridor, in place of env="),
-        (["env=corridor.py:Spaceless"], "cannot be made with {}: AttributeError: 'Spaceless' object has no attribute"),
+        (
+            ["env=corridor.py:Spaceless"],
+            "Spaceless has no observation_space; set self.observation_space in its __init__",
+        ),
         (["env=corridor.py:Missing"], "cannot be made with {}: FileNotFoundError: no assets"),
         (["env=corridor.py:Corridor", "env.length=3"], "env.length is added by a plus sign; write '+env.length=3'"),
         (["env=cartpole", "algo.agent.hidden=[]"], "hidden=[], width=1 and depth=1 must be at least 1 each"),

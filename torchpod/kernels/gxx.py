@@ -14,10 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch._inductor import config as inductor_config
@@ -38,28 +37,23 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Building(NamedTuple):
-    """Libraries of this process, by file and flags."""
-
-    pool: ThreadPoolExecutor
-    begun: dict[tuple[str, ...], Future[Path]]
-
-
-@functools.cache
-def _building() -> _Building:
-    return _Building(ThreadPoolExecutor(max(1, cores() - 1), "torchpod-gxx"), {})
-
-
-os.register_at_fork(after_in_child=_building.cache_clear)  # its threads are the parent's
+_BEGUN: dict[tuple[str, ...], Future[Path]] = {}
+"""Libraries that are compiled in the background, by file and flags."""
+os.register_at_fork(after_in_child=_BEGUN.clear)  # by threads of the parent's
 _NEEDED: list[tuple[str, ...]] = []
 """Files and flags of libraries that no program may run without."""
 
 
 def begin(name: str, *flags: str) -> None:
     """Compiles a library in the background, if there is a core for that; `library` waits for it."""
-    if cores() > 1 and (name, *flags) not in _building().begun:
-        compile_it = _to_build(Path(__file__).with_name(name), *flags)  # here, where inductor's settings are ours
-        _building().begun[name, *flags] = _building().pool.submit(compile_it)
+    if cores() == 1 or (name, *flags) in _BEGUN:
+        return
+    source = Path(__file__).with_name(name)
+    path, options = _target(source, *flags)
+    if not path.exists():
+        thread = ThreadPoolExecutor(1, "torchpod-gxx")
+        _BEGUN[name, *flags] = thread.submit(_build, source, path, options)
+        thread.shutdown(wait=False)  # it ends with that
 
 
 def need(name: str, *flags: str) -> None:
@@ -83,7 +77,7 @@ def library(name: str, *flags: str) -> ctypes.CDLL:
       OSError: if libraries in the folder where it is kept may not be run.
     """
     source = Path(__file__).with_name(name)
-    begun = _building().begun.pop((name, *flags), None)
+    begun = _BEGUN.pop((name, *flags), None)
     path = built(source, *flags) if begun is None else begun.result()
     try:
         return ctypes.CDLL(str(path))
@@ -108,37 +102,37 @@ def built(source: Path, *flags: str) -> Path:
       source: the file.
       flags: for g++, besides those of inductor's programs.
     """
-    return _to_build(source, *flags)()
+    path, options = _target(source, *flags)
+    return _build(source, path, options)
 
 
-def _to_build(source: Path, *flags: str) -> Callable[[], Path]:
-    """See `built`; what it returns may be called in another thread."""
+def _target(source: Path, *flags: str) -> tuple[Path, Any]:
+    """Where a library is, or will be, and inductor's options to compile it with, as its settings are now."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     know_processor()
-    folder = _library_folder()
+    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", extra_flags=flags)
+    command_line = CppBuilder(name=source.stem, sources=str(source), BuildOption=options).get_command_line()
+    made_of = source.read_text(), command_line, versions(), processor()
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+    return _library_folder() / f"{source.stem}-{key}.so", options
 
-    def builder(output: str) -> CppBuilder:
-        build = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", extra_flags=flags)
-        return CppBuilder(name=source.stem, sources=str(source), output_dir=output, BuildOption=build)
 
-    made_of = source.read_text(), builder("").get_command_line(), versions(), processor()
-    path = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return lambda: path
-    scratch = tempfile.mkdtemp(dir=folder)  # so that nobody sees half of it
-    build = builder(scratch)
+def _build(source: Path, path: Path, options: Any) -> Path:
+    """Compiles it, if it is not there."""
+    from torch._inductor.cpp_builder import CppBuilder
 
-    def make() -> Path:
+    if not path.exists():
+        # So that nobody sees half of it. (A TemporaryDirectory would go when a child, forked meanwhile, ends.)
+        scratch = tempfile.mkdtemp(dir=path.parent)
         try:
-            build.build()
-            os.replace(build.get_target_file_path(), path)
+            builder = CppBuilder(name=source.stem, sources=str(source), output_dir=scratch, BuildOption=options)
+            builder.build()
+            os.replace(builder.get_target_file_path(), path)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        return path
-
-    return make
+    return path
 
 
 def _library_folder() -> Path:
