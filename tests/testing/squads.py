@@ -1,10 +1,26 @@
-"""Groups of agents, for tests of `check_env`."""
+"""Groups of agents, and timesteps that are altered, for tests of `check_env`."""
+
+from typing import Any
 
 import torch
 
 from torchpod import random
 from torchpod.env import TensorEnv
 from torchpod.specs import Array, Box, Discrete, EnvSpec
+
+
+class Altered(TensorEnv):
+    """Before an environment: its timesteps go through `self.change`."""
+
+    change: Any
+
+    def init(self, keys):
+        state, timestep = super().init(keys)
+        return state, self.change(timestep)
+
+    def step(self, state, action, keys):
+        state, timestep = super().step(state, action, keys)
+        return state, self.change(timestep)
 
 
 class Squad(TensorEnv):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.testing.squads import Squad
+from tests.testing.squads import Altered, Squad
 from torchpod import random
 from torchpod.compose import load
 from torchpod.config import ConfigError
@@ -50,20 +50,12 @@ def second_line(cls):
     return f"test_check_env.py, line {cls.transition.__code__.co_firstlineno + 1}: `{text}`"
 
 
-class Broken(Walk):
+class Broken(Altered, Walk):
     """A walk whose timesteps are altered by `change`."""
 
     def __init__(self, change):
         super().__init__()
         self.change = change
-
-    def init(self, keys):
-        state, timestep = super().init(keys)
-        return state, self.change(timestep)
-
-    def step(self, state, action, keys):
-        state, timestep = super().step(state, action, keys)
-        return state, self.change(timestep)
 
 
 def extras(timestep, **changes):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.testing.squads import Squad
+from tests.testing.squads import Altered, Squad
 from tests.testing.test_check_env import Broken, extras
 from torchpod.env import HostEnv
 from torchpod.specs import Box, Discrete, EnvSpec, MultiDiscrete, Traits
@@ -85,7 +85,7 @@ def test_a_mask_of_several_choices_allows_something_in_each(mask, action, rule):
         check_env(Pairs(mask, action), compile=False)
 
 
-class Leaving(Squad):
+class Leaving(Altered, Squad):
     """A scout who has come beyond `reach` is not in the game; `change` alters timesteps."""
 
     def __init__(self, change=lambda t: t, reach=3.0):
@@ -94,14 +94,6 @@ class Leaving(Squad):
 
     def extras(self, state):
         return {"alive": {"scouts": state[..., 0] < self.reach, "tank": torch.ones_like(state[:, :1, 0]).bool()}}
-
-    def init(self, keys):
-        state, timestep = super().init(keys)
-        return state, self.change(timestep)
-
-    def step(self, state, action, keys):
-        state, timestep = super().step(state, action, keys)
-        return state, self.change(timestep)
 
 
 def alive(change):

@@ -232,6 +232,7 @@ def _layout(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return x.shape, x.stride(), x.dtype
 
 
+@functools.cache
 def begin() -> None:
     """Has the library compiled in the background, before anybody asks for it: runs on a CPU do."""
     gxx.begin(_FILE)

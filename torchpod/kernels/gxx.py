@@ -30,6 +30,7 @@ HEADERS = (
 )
 """What inductor's programs for a CPU include."""
 FILES_WITHOUT_HEADER = 2
+"""On one core: see `precompiled`."""
 
 
 def cores() -> int:
@@ -38,7 +39,7 @@ def cores() -> int:
 
 
 _BEGUN: dict[tuple[str, ...], Future[Path]] = {}
-"""Libraries that are compiled in the background, by file and flags."""
+"""Libraries that are compiled in the background, or there already, by file and flags."""
 os.register_at_fork(after_in_child=_BEGUN.clear)  # by threads of the parent's
 _NEEDED: list[tuple[str, ...]] = []
 """Files and flags of libraries that no program may run without."""
@@ -50,7 +51,10 @@ def begin(name: str, *flags: str) -> None:
         return
     source = Path(__file__).with_name(name)
     path, options = _target(source, *flags)
-    if not path.exists():
+    if path.exists():
+        _BEGUN[name, *flags] = Future()
+        _BEGUN[name, *flags].set_result(path)
+    else:
         thread = ThreadPoolExecutor(1, "torchpod-gxx")
         _BEGUN[name, *flags] = thread.submit(_build, source, path, options)
         thread.shutdown(wait=False)  # it ends with that
