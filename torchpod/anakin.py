@@ -298,7 +298,7 @@ def train(
     replay = Replay(anakin.iterate, state, capture=captures, capturable=lambda: not anakin.compiler.fell_back)
     compile_s = time.perf_counter() - began
     while iteration < until:
-        began, before = time.perf_counter(), pytree.tree_map(torch.clone, replay.state)
+        began, before = time.perf_counter(), replay.keep()
         while anakin.replay and iteration < min(anakin.replay.buffer.fill_iterations, until):
             state, metrics = anakin.fill(replay.state)
             replay.load(state)
@@ -308,7 +308,10 @@ def train(
         count = min(iterations_per_call - iteration % iterations_per_call, until - iteration)
         anakin.phases.begin()
         try:
-            history = [pytree.tree_map(torch.clone, replay()) for _ in range(count)]
+            if count == 1:
+                history = [replay()]
+            else:  # of several, each of which overwrites the metrics of the one before
+                history = [{name: x.clone() for name, x in replay().items()} for _ in range(count)]
             metrics, filled = mean_metrics([*filled, *history], names), []
         except BaseException:
             replay.load(before)  # a call that is interrupted leaves the state of the last report

@@ -69,8 +69,8 @@ class Dealer:
         compiler = compiler or Compiler(enabled=False)
         self._axis = 0 if compiler.population == 1 else 1  # where the axes of one member begin
         self._deal = compiler(self._deal_one)
-        self._standardise = compiler(self._standardise_one)
-        self._deal_alone = compiler(lambda *args: self._standardise_one(*self._deal_one(*args)))
+        self._standardise = compiler(self.standardised)
+        self._deal_alone = compiler(lambda *args: self.standardised(*self._deal_one(*args)))
         self._tree: Any = None
 
     def deal(self, batch: Batch, keys: Tensor, counter: Tensor) -> Batch:
@@ -184,7 +184,7 @@ class Dealer:
             columns += [(weight * x).sum(1), (weight * x * x).sum(1)]
         return torch.stack(columns, 1)
 
-    def _standardise_one(self, minibatches: Batch, moments: Tensor) -> Batch:
+    def standardised(self, minibatches: Batch, moments: Tensor) -> Batch:
         """Weights that sum to 1, and columns of mean 0 and std 1, per minibatch over all ranks."""
         steps, columns, counts = dict(minibatches.steps), list(moments.unbind(1)), {}
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,17 +122,35 @@ def average(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     `loss/GROUP` and `grad_norm/GROUP` are means, whatever their group is called. What is NaN is left out: of an
     iteration that has nothing to say of a metric. NaN where all are.
     """
-    extremes = {"_min": _least, "_max": lambda x: -_least(-x)}
-    reduced = {}
-    for name in history[-1]:
+    if len(history) == 1:
+        return history[0]
+    alike: dict[Any, list[str]] = {}
+    for name, x in history[-1].items():
         kind = "" if name.startswith(("loss/", "grad_norm/")) else name[-4:]
-        reduced[name] = extremes.get(kind, lambda x: x.nanmean(0))(torch.stack([h[name] for h in history if name in h]))
-    return reduced
+        kind = _EXTREMES.get(kind, _mean), x.device, x.dtype, tuple(name in h for h in history)
+        alike.setdefault(kind, []).append(name)
+    reduced = {}
+    for (reduce, _, _, has), names in alike.items():  # together they take as long as one
+        kept = [torch.stack([h[name] for name in names]) for h, own in zip(history, has, strict=True) if own]
+        reduced |= zip(names, reduce(torch.stack(kept)).unbind(), strict=True)
+    return {name: reduced[name] for name in history[-1]}
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Of `[I, ...]` over I, without NaN if there is anything else."""
+    return x.nanmean(0)
 
 
 def _least(x: Tensor) -> Tensor:
-    """Of `[I, ...]` over I, without NaN if there is anything else."""
+    """As `_mean`."""
     return torch.where(x.isnan().all(0), torch.nan, torch.where(x.isnan(), torch.inf, x).amin(0))
+
+
+def _largest(x: Tensor) -> Tensor:
+    return -_least(-x)
+
+
+_EXTREMES = {"_min": _least, "_max": _largest}
 
 
 def mean_metrics(history: list[dict[str, Tensor]], names: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -149,5 +167,5 @@ def mean_metrics(history: list[dict[str, Tensor]], names: Sequence[str] = ()) ->
     on_host = {}
     for device in {value.device for value in metrics.values()}:  # one copy from each
         names = [name for name, value in metrics.items() if value.device == device]
-        on_host |= zip(names, torch.stack([metrics[name].double() for name in names]).cpu(), strict=True)
+        on_host |= zip(names, torch.stack([metrics[name] for name in names]).double().cpu().unbind(), strict=True)
     return {name: on_host[name] for name in metrics}

@@ -46,9 +46,10 @@ class Replay:
     ) -> None:
         self._fn, self._leaves = fn, reader(state)
         self.state = pytree.tree_map(torch.clone, state)
-        leaves = self._leaves(self.state)
-        self._own = {x.untyped_storage().data_ptr() for x in leaves}
-        if any(x.is_cuda for x in leaves):
+        self._to = self._leaves(self.state)
+        self._own = {x.untyped_storage().data_ptr() for x in self._to}
+        self._kept: Tree = None
+        if any(x.is_cuda for x in self._to):
             torch.backends.cudnn.deterministic = True
         self.metrics: Tree = None
         self._graph: Any = None
@@ -88,11 +89,18 @@ class Replay:
 
     def load(self, state: Tree) -> None:
         """Sets the state, in place. A leaf of the new state may be (a view of) any leaf of the old one."""
-        pairs = zip(self._leaves(self.state), self._leaves(state), strict=True)
-        moved = [(a, b) for a, b in pairs if a is not b]
-        moved = [(a, b.clone() if b.untyped_storage().data_ptr() in self._own else b) for a, b in moved]
-        for a, b in moved:
-            a.copy_(b)
+        moved = [(a, b) for a, b in zip(self._to, self._leaves(state), strict=True) if a is not b]
+        if moved:
+            to, given = zip(*moved, strict=True)
+            torch._foreach_copy_(to, [x.clone() if x.untyped_storage().data_ptr() in self._own else x for x in given])
+
+    def keep(self) -> Tree:
+        """A copy of the state, which the next `keep` overwrites."""
+        if self._kept is None:
+            self._kept = pytree.tree_map(torch.clone, self.state)
+        else:
+            torch._foreach_copy_(self._leaves(self._kept), self._to)
+        return self._kept
 
     def _run(self) -> None:
         state, self.metrics = self._fn(self.state)

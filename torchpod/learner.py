@@ -145,6 +145,7 @@ class Learner:
         # With others, sums over ranks lie between the steps.
         recorded = compiler.recorded if ranks.world_size == 1 else lambda fn: fn
         self._steps, self._epochs = recorded(self._steps_of), recorded(self._epochs_of)
+        self._ready, self._learn = compiler(self._ready_one), recorded(self._learn_of)
         self._has_statistics = any(isinstance(module, RunningMoments) for module in agent.modules())
         self._observe = compiler(self._observe_one)
         self._absorb = compiler(self._absorb_one)
@@ -246,15 +247,28 @@ class Learner:
         Returns:
           The next state, metrics, and the priorities of the rows of each minibatch, `[R]`, if the loss gives any.
         """
-        keys_of_steps = random.advance_each(keys, self.config.num_minibatches).unbind(-2)
-        learning = state._replace(buffers=self.annealed(state))
-        minibatches = self.dealer.standardise(minibatches, moments)
-        num_chunks = self.dealer.num_chunks(minibatches.steps, dealt=True)
-        begin = self._begin(state, num_chunks, keys_of_steps[0], lambda: minibatches)
-        chunks = self.dealer.cut(minibatches, num_chunks)
-        stepped, metrics, priorities = self._steps(learning, chunks, keys_of_steps, *begin)
+        numbers, zeros = self._begin(
+            state, self.dealer.num_chunks(minibatches.steps, dealt=True), keys, lambda: minibatches
+        )
+        stepped, metrics, priorities = self._learn(
+            state, minibatches, self.ranks.sum(moments), keys, numbers, zeros
+        )
         new = stepped._replace(buffers=state.buffers | stepped.buffers)
         return new, self._means(metrics), priorities
+
+    def _learn_of(
+        self,
+        state: LearnerState,
+        minibatches: Batch,
+        moments: Tensor,
+        keys: Tensor,
+        numbers: Sequence[Tensor],
+        zeros: tuple[Tensor, ...],
+    ) -> tuple[LearnerState, list[Tensor], list[Tensor]]:
+        """As `_steps_of`, of minibatches with moments over all ranks."""
+        buffers, minibatches, keys = self._ready(state.buffers, state.num_steps, minibatches, moments, keys)
+        chunks = self.dealer.cut(minibatches, len(numbers))
+        return self._steps(state._replace(buffers=buffers), chunks, keys.unbind(-2), numbers, zeros)
 
     def observe(self, state: LearnerState, trajectory: Trajectory) -> LearnerState:
         """Adds a new trajectory to the agent's running statistics, over all ranks."""
@@ -451,15 +465,19 @@ class Learner:
 
     def annealed(self, state: LearnerState, iteration: Tensor | None = None) -> Variables:
         """The buffers that this iteration acts and learns with; None: one that learns."""
+        return self.annealed_at(state.buffers, state.num_steps, iteration)
+
+    def annealed_at(self, buffers: Variables, num_steps: Tensor, iteration: Tensor | None = None) -> Variables:
+        """The same, of what is given."""
         changed: Variables = {}
         if self._annealed:
-            remaining = self.remaining(state.num_steps)
-            changed |= {name: state.buffers[name] * remaining for name in self._annealed}
-        schedules = {name: points for name, points in self._schedules.items() if name in state.buffers}
+            remaining = self.remaining(num_steps)
+            changed |= {name: buffers[name] * remaining for name in self._annealed}
+        schedules = {name: points for name, points in self._schedules.items() if name in buffers}
         if schedules:
-            env_steps = self.env_steps(state.num_steps, iteration)
+            env_steps = self.env_steps(num_steps, iteration)
             changed |= {name: piecewise_linear(points, env_steps) for name, points in schedules.items()}
-        return state.buffers | changed if changed else state.buffers
+        return buffers | changed if changed else buffers
 
     # The functions below see one member of the population, and are compiled.
 
@@ -479,6 +497,13 @@ class Learner:
         # of 7 to deal [128, 1024] on one core, most of it for sorting).
         by_env = pytree.tree_map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), batch.steps)
         return batch._replace(steps=by_env), measured
+
+    def _ready_one(
+        self, buffers: Variables, num_steps: Tensor, minibatches: Batch, moments: Tensor, keys: Tensor
+    ) -> tuple[Variables, Batch, Tensor]:
+        """What an iteration learns with: buffers, minibatches that are standardised, and the keys `[M, 3]` of steps."""
+        keys = random.advance_each(keys, self.config.num_minibatches)
+        return self.annealed_at(buffers, num_steps), self.dealer.standardised(minibatches, moments), keys
 
     def _gradient_one(
         self,

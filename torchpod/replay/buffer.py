@@ -169,6 +169,7 @@ class ReplayBuffer:
         self.restore: Callable[[Tree], None] | None = None
         """What fills the storage as soon as there is one (segments.py)."""
         self._read: Callable[[Tree], tuple[Tensor, ...]] | None = None
+        self._places: dict[int, list[Tensor]] = {}
         self.storage: Tree = None
         """`{"timestep", "output": [S, B, ...], "actor_state": [S / T, B, ...]}`, from the first `insert` on. Of
         frames, `timestep` has the newest as its observation, and `goes_on`: whether the stack of the next step does."""
@@ -220,9 +221,16 @@ class ReplayBuffer:
                 self.restore(self.storage)
         number = iteration.reshape(-1)[:1]
         unroll = number % self.num_unrolls
-        place = int(unroll) if unroll.device.type == "cpu" else unroll
-        for to, x in zip(self._read(self.storage), self._read(given), strict=True):
-            self._write(to, x, place)
+        leaves = self._read(given)
+        if unroll.device.type == "cpu":  # memory that lies together; `index_copy_` takes ten times as long
+            slots = self._slots(int(unroll))
+            given = [x.narrow(self.axis, 0, slot.shape[self.axis]) for x, slot in zip(leaves, slots, strict=True)]
+            torch._foreach_copy_(slots, given)
+        else:
+            for to, x in zip(self._read(self.storage), leaves, strict=True):
+                length = to.shape[self.axis] // self.num_unrolls
+                index = unroll * length + torch.arange(length, device=to.device)
+                to.index_copy_(self.axis, index, x.narrow(self.axis, 0, length))
         if isinstance(priorities, Priorities):
             self._make_room(priorities, (number + 1) * self.unroll_length)
 
@@ -348,14 +356,13 @@ class ReplayBuffer:
             observation, parts = trajectory.timestep.observation, cast(dict[str, Tensor], given["timestep"])
             frames.check(observation, parts, self.config.frame_stack, self.axis, begins=begins)
 
-    def _write(self, to: Tensor, x: Tensor, unroll: int | Tensor) -> None:
-        """The slots of an unroll."""
-        length = to.shape[self.axis] // self.num_unrolls
-        x = x.narrow(self.axis, 0, length)
-        if isinstance(unroll, int):  # memory that lies together; `index_copy_` takes ten times as long
-            to.narrow(self.axis, unroll * length, length).copy_(x)
-        else:
-            to.index_copy_(self.axis, unroll * length + torch.arange(length, device=to.device), x)
+    def _slots(self, unroll: int) -> list[Tensor]:
+        """Where an unroll lies in every leaf of the storage."""
+        if unroll not in self._places:
+            assert self._read is not None
+            lengths = [(to, to.shape[self.axis] // self.num_unrolls) for to in self._read(self.storage)]
+            self._places[unroll] = [to.narrow(self.axis, unroll * length, length) for to, length in lengths]
+        return self._places[unroll]
 
     def _shape(self, name: str, x: Tensor) -> tuple[int, ...]:
         """Of all slots, for a leaf of `given[name]`."""

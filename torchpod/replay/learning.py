@@ -156,11 +156,10 @@ class ReplayLearner:
         """
         state = self.store(state, trajectory, priorities, iteration)
         with span("sample"):
-            buffers = self.learner.annealed(state)
-            minibatches, moments, leaf = self._draw(
-                state.params, buffers, self.buffer.storage, priorities, iteration, state.num_steps, keys[..., 0, :]
+            minibatches, moments, leaf, own = self._draw(
+                state.params, state.buffers, self.buffer.storage, priorities, iteration, state.num_steps, keys
             )
-        state, metrics, new = self.learner.learn(state, minibatches, moments, random.advance(keys[..., 0, :], 2))
+        state, metrics, new = self.learner.learn(state, minibatches, moments, own)
         if isinstance(priorities, Priorities):
             if not new:
                 raise ValueError(
@@ -185,23 +184,24 @@ class ReplayLearner:
         priorities: Priorities | tuple[()],
         iteration: Tensor,
         num_steps: Tensor,
-        key: Tensor,
-    ) -> tuple[Batch, Tensor, Tensor]:
-        """Minibatches `[M, ...]`, their moments, and where they come from: leaves `[M * R]` in the same order."""
-        m, rows = self.learner.config.num_minibatches, self.batch_size
+        keys: Tensor,
+    ) -> tuple[Batch, Tensor, Tensor, Tensor]:
+        """Minibatches `[M, ...]`, their moments, where they come from: leaves `[M * R]` in the same order; a key."""
+        m, rows, key = self.learner.config.num_minibatches, self.batch_size, keys[0]
+        buffers = self.learner.annealed_at(buffers, num_steps)
         beta = 1.0 - (1.0 - self.buffer.config.beta) * self.learner.remaining(num_steps)
         drawn = self.buffer.sample(storage, priorities, iteration, beta, m * rows, random.advance(key, 1))
         batch = bind(self.agent, params | buffers).prepare(drawn.trajectory, random.split(key, m * rows))
         steps = batch.steps | {"weight": batch.steps["weight"] * drawn.weight}
 
         def deal(x: Tensor) -> Tensor:  # [T', M * R, ...] -> [M, T', R, ...]: each gets every m-th of the strata
-            return x.reshape(x.shape[0], rows, m, *x.shape[2:]).movedim(2, 0)
+            x = x.reshape(x.shape[0], rows, m, *x.shape[2:]).movedim(2, 0)
+            return (x if self.agent.recurrent else x.flatten(1, 2)).contiguous()
 
         def deal_state(x: Tensor) -> Tensor:
-            return x.reshape(rows, m, *x.shape[1:]).movedim(1, 0)
+            return x.reshape(rows, m, *x.shape[1:]).movedim(1, 0).contiguous()
 
         steps = pytree.tree_map(deal, steps)
-        if not self.agent.recurrent:
-            steps = pytree.tree_map(lambda x: x.flatten(1, 2), steps)
         state = pytree.tree_map(deal_state, batch.actor_state) if self.agent.recurrent else ()
-        return Batch(steps, state), self.learner.dealer.moments_of(steps), deal_state(drawn.leaf).flatten()
+        moments, leaf = self.learner.dealer.moments_of(steps), deal_state(drawn.leaf).flatten()
+        return Batch(steps, state), moments, leaf, random.advance(key, 2)
