@@ -508,6 +508,29 @@ void backward_rows(const Network& net, long begin, long end, const float* x, con
   }
 }
 
+// Numbers that the work of `input_rows` on a tile needs.
+inline long input_room(const Network& net) { return 2 * TILE * std::max(net.widest(), Network::up(net.sizes[0])); }
+
+// The gradient of the rows [begin, end) of x; `padded` has the first weights [out, up(in)] and zeros [up(in)].
+void input_rows(const Network& net, long begin, long end, const float* doutput, const float* const* hidden,
+                const float* const* weights, const float* padded, float* dx, float* own) {
+  const long layers = net.layers(), inputs = net.sizes[0], ld = Network::up(inputs), room = input_room(net) / 2;
+  for (long first = begin; first < end; first += TILE) {
+    const long rows = std::min(TILE, end - first);
+    const float* dz = doutput + first * net.sizes[layers];
+    for (long l = layers - 1; l > 0; l--) {
+      const long in = net.sizes[l], size = net.sizes[l + 1];
+      float* before = own + l % 2 * room;
+      const Differentiated result{hidden[l - 1] + first * in, before, in, net.kind};
+      product(rows, in, size, View{dz, size, 1}, weights[l], in, result);
+      dz = before;
+    }
+    float* y = own;  // dz is in the other half: the last l was 1
+    product(rows, ld, net.sizes[1], View{dz, net.sizes[1], 1}, padded, ld, Activated{padded + net.sizes[1] * ld, y, ld, LINEAR});
+    for (long r = 0; r < rows; r++) std::memcpy(dx + (first + r) * inputs, y + r * ld, sizeof(float) * inputs);
+  }
+}
+
 // --- Operators -----------------------------------------------------------------------------------------------------
 
 std::vector<Tensor> tensors(const StableIValue* stack, uint64_t count) {
@@ -666,6 +689,43 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   for (uint64_t i = 0; i < num_outputs; i++) stack[i] = torch::stable::detail::from(made[i]);
 }
 
+// (doutput, hidden, ..., weight, weight, ..., activation) -> dx
+void input_gradient(StableIValue* stack, uint64_t num_inputs, uint64_t) {
+  const std::vector<Tensor> in = tensors(stack, num_inputs - 1);
+  const auto kind = static_cast<Activation>(torch::stable::detail::to<int64_t>(stack[num_inputs - 1]));
+  const long layers = in.size() / 2;
+  const Tensor& doutput = in[0];
+  const bool many = doutput.dim() == 3;
+  const long networks = many ? doutput.size(0) : 1, rows = doutput.size(-2);
+  Network net{{}, kind, rows};
+  for (long l = 0; l < layers; l++) net.sizes.push_back(in[layers + l].size(-1));
+  net.sizes.push_back(doutput.size(-1));
+  const Tensor dx = empty(shape(many, networks, {rows, net.sizes[0]}));
+  const long inputs = net.sizes[0], size = net.sizes[1], ld = Network::up(inputs);
+  const long room = input_room(net);
+
+  auto run = [&](long p, long begin, long end, float* own) {
+    std::array<const float*, MOST_LAYERS> hidden, weights;
+    for (long l = 0; l < layers; l++) {
+      if (l) hidden[l - 1] = data(in[l]) + p * rows * net.sizes[l];
+      weights[l] = data(in[layers + l]) + p * net.sizes[l] * net.sizes[l + 1];
+    }
+    float* padded = own + room;
+    std::fill(padded, padded + (size + 1) * ld, 0.0f);
+    for (long o = 0; o < size; o++) std::memcpy(padded + o * ld, weights[0] + o * inputs, sizeof(float) * inputs);
+    input_rows(net, begin, end, data(doutput) + p * rows * net.sizes[layers], hidden.data(), weights.data(), padded,
+               data(dx) + p * rows * inputs, own);
+  };
+  const int threads = threads_for(networks * rows);
+  const long share = networks > 1 ? rows : (rows + threads - 1) / threads, parts = networks > 1 ? networks : threads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (long i = 0; i < parts; i++) {
+    const long begin = networks > 1 ? 0 : std::min(i * share, rows);
+    run(networks > 1 ? i : 0, begin, std::min(begin + share, rows), scratch(room + (size + 1) * ld));
+  }
+  stack[0] = torch::stable::detail::from(dx);
+}
+
 }  // namespace
 
 // The schemas, one per number of layers, are defined in mlp.py.
@@ -673,4 +733,5 @@ STABLE_TORCH_LIBRARY_IMPL(torchpod, CPU, m) {
   for (const char* name : {"mlp2", "mlp3", "mlp4"}) m.impl(name, &forward);
   for (const char* name : {"mlp2_kept", "mlp3_kept", "mlp4_kept"}) m.impl(name, &forward);
   for (const char* name : {"mlp2_backward", "mlp3_backward", "mlp4_backward"}) m.impl(name, &backward);
+  for (const char* name : {"mlp2_dx", "mlp3_dx", "mlp4_dx"}) m.impl(name, &input_gradient);
 }

@@ -54,11 +54,13 @@ def _define(layers: int) -> None:
         ("", f"Tensor x, {weights}", "Tensor"),
         ("_kept", f"Tensor x, {weights}", f"({tensors})"),
         ("_backward", f"Tensor doutput, Tensor x{hidden}{later}", f"({tensors}, {tensors})"),
+        ("_dx", f"Tensor doutput{hidden}, Tensor weight0{later}", "Tensor"),
     ):
         _LIBRARY.define(f"mlp{layers}{name}({arguments}, int activation) -> {results}", tags=CONTIGUOUS)
     torch.library.register_fake(f"torchpod::mlp{layers}", lambda x, *rest: _fakes(x, rest)[0], lib=_LIBRARY)
     torch.library.register_fake(f"torchpod::mlp{layers}_kept", lambda x, *rest: _fakes(x, rest), lib=_LIBRARY)
     torch.library.register_fake(f"torchpod::mlp{layers}_backward", _fake_backward, lib=_LIBRARY)
+    torch.library.register_fake(f"torchpod::mlp{layers}_dx", _fake_dx, lib=_LIBRARY)
 
 
 def _fakes(x: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -73,6 +75,12 @@ def _fake_backward(doutput: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]
     lead = x.shape[:-2]
     shapes = [shape for inputs, size in itertools.pairwise(sizes) for shape in ((*lead, size, inputs), (*lead, size))]
     return tuple(x.new_empty(shape) for shape in shapes)
+
+
+def _fake_dx(doutput: Tensor, *rest: Any) -> Tensor:
+    """The gradient of x."""
+    weight = rest[(len(rest) - 1) // 2]  # the first, behind one hidden layer less than there are weights
+    return doutput.new_empty(*doutput.shape[:-1], weight.shape[-1])
 
 
 for _layers in NUM_LAYERS:
@@ -140,11 +148,18 @@ class _Gradient(NamedTuple):
     dbiases: list[Node]
 
 
+class _InputGradient(NamedTuple):
+    """A backward pass that has the gradient of x alone: critics have it, from which a policy learns."""
+
+    doutput: Node
+    dx: Node
+
+
 class _Network(NamedTuple):
     """Its layers, and its backward pass if there is one."""
 
     layers: list[_Layer]
-    gradient: _Gradient | None
+    gradient: _Gradient | _InputGradient | None
 
     @property
     def x(self) -> Node:
@@ -171,7 +186,7 @@ def fuse(module: GraphModule) -> bool:
         chain = _chain(layer, layers)
         if chain is None:
             continue
-        gradient = _gradient(chain)
+        gradient = _gradient(chain) or _input_gradient(chain)
         if gradient is None and any(len(list(_users(layer.x))) > 1 for layer in chain[1:]):
             continue  # somebody needs the hidden layers
         found.append(_Network(chain, gradient))
@@ -186,7 +201,9 @@ def fuse(module: GraphModule) -> bool:
             on_gpu.append(network)
         else:
             hidden = _insert_forward(graph, network)
-            if network.gradient:
+            if isinstance(network.gradient, _InputGradient):
+                _insert_input_gradient(graph, network, hidden[1:], network.gradient)
+            elif network.gradient:
                 _insert_backward(graph, network, hidden, network.gradient)
     while on_gpu:
         first = on_gpu.pop(0)
@@ -342,6 +359,39 @@ def _gradient(chain: list[_Layer]) -> _Gradient | None:
     return _Gradient(doutput, cast(Any, dweights), cast(Any, dbiases))
 
 
+def _input_gradient(chain: list[_Layer]) -> _InputGradient | None:
+    """The backward pass of a network on a CPU in which its parameters are constants, if all of it is there."""
+    if _value(chain[-1].output).device.type != "cpu":
+        return None
+    doutput = dz = None
+    for layer in reversed(chain):
+        found = {}  # of gradients of the output what comes of them one layer before
+        for product in _users_of_matrix(layer.weight):
+            factor, matrix = _product(product) or (None, None)
+            if factor is None or dz not in (None, factor) or not _is_same(cast(Node, matrix), layer.weight):
+                continue
+            before = product if layer is chain[0] else _through_activation(product, factor, layer)
+            if before is not None and _value(factor).shape == _value(layer.output).shape:
+                found[factor] = before
+        if len(found) != 1:
+            return None
+        ((own, dz),) = found.items()
+        if any(_dz_of(user, layer.x) is own for user in _users(layer.x)):  # the weights get a gradient as well
+            return None
+        doutput = doutput or own
+    return _InputGradient(cast(Node, doutput), cast(Node, dz))
+
+
+def _users_of_matrix(weight: Node) -> Iterator[Node]:
+    """Who uses a matrix, or the transpose of its transpose."""
+    for user in _users(weight):
+        yield user
+        if user.target is aten.permute.default:
+            for flipped in _users(user):
+                if flipped.target is aten.permute.default:
+                    yield from _users(flipped)
+
+
 def _dz_of(node: Node, x: Node) -> Node | None:
     """If a node is dz^T x, the gradient of the weights of a layer with input x: that dz."""
     factors = _product(node)
@@ -419,6 +469,13 @@ def _insert_backward(graph: Graph, network: _Network, hidden: list[Node], gradie
         weights = [layer.weight for layer in layers[1:]]
         made = _call(graph, f"mlp{len(layers)}_backward", (gradient.doutput, *hidden, *weights, network.kind))
         _replace_gradient(graph, gradient, [_item(graph, made, i) for i in range(2 * len(layers))])
+
+
+def _insert_input_gradient(graph: Graph, network: _Network, hidden: list[Node], gradient: _InputGradient) -> None:
+    with graph.inserting_before(_after(graph, [gradient.doutput, *hidden])):
+        weights = [layer.weight for layer in network.layers]
+        made = _call(graph, f"mlp{len(weights)}_dx", (gradient.doutput, *hidden, *weights, network.kind))
+    gradient.dx.replace_all_uses_with(made)
 
 
 def _insert_together(graph: Graph, networks: list[_Network]) -> None:
