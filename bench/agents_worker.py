@@ -1,11 +1,12 @@
 """The torch side of suite `agents`: one run, one JSON line, as bench/peers/jax_replay.py prints it.
 
-taskset -c 0 python -m torchpod.bench.agents_worker --case dqn_cartpole
+taskset -c 0 python -m torchpod.bench.agents_worker experiment=dqn_cartpole
 
 It is what `torchpod train` does between compilation and evaluation, without its logs and checkpoints.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -19,13 +20,14 @@ from torchpod.compose import load
 from torchpod.distributed import ALONE
 from torchpod.makers import make_agent, make_env, with_defaults
 from torchpod.run.loops import make_loop, reports
+from torchpod.sebulba import Sebulba
 
 
 def measure(overrides: Sequence[str], *, seed: int = 0) -> Measurement:
     """One run, without compilation; returns are those of the episodes that ended in its last tenth.
 
     Args:
-      overrides: of the run, with replay, in Anakin.
+      overrides: of the run, with replay.
       seed: of parameters and environments.
     """
     config = with_defaults(load(overrides))
@@ -36,20 +38,20 @@ def measure(overrides: Sequence[str], *, seed: int = 0) -> Measurement:
     state = loop.init(seed)
     wall_s, cpu_s, compile_s, env_steps, returns, episodes = 0.0, 0.0, 0.0, 0, 0.0, 0
     cpu = time.process_time()
-    for report, _ in reports(config, loop, state):
-        now = time.process_time()
-        # The first report's CPU time is that of compilation too.
-        cpu_s += report.wall_s if report.compile_s else now - cpu
-        wall_s, compile_s, cpu = wall_s + report.wall_s, compile_s + report.compile_s, now
-        env_steps, count = report.env_steps, int(report.metrics["episodes"])
-        if count and report.iteration > 0.9 * loop.num_iterations:
-            returns, episodes = returns + count * float(report.metrics["episode_return"]), episodes + count
-    assert isinstance(env_steps, int)
+    with contextlib.closing(loop) if isinstance(loop, Sebulba) else contextlib.nullcontext():
+        for report, _ in reports(config, loop, state):
+            now = time.process_time()
+            # The first report's CPU time is that of compilation too.
+            cpu_s += report.wall_s if report.compile_s else now - cpu
+            wall_s, compile_s, cpu = wall_s + report.wall_s, compile_s + report.compile_s, now
+            env_steps, count = report.env_steps, int(report.metrics["episodes"])
+            if count and report.iteration > 0.9 * loop.num_iterations:
+                returns, episodes = returns + count * float(report.metrics["episode_return"]), episodes + count
     on_gpu = device.type == "cuda"
     return {
         "framework": "torchpod",
         "mode": "update",
-        "env": config.experiment_name,
+        "env": config.experiment_name or "",
         "num_envs": config.num_envs,
         "unroll_length": config.algo.unroll_length,
         "epochs": config.algo.learner.num_epochs,
@@ -75,16 +77,15 @@ def measure(overrides: Sequence[str], *, seed: int = 0) -> Measurement:
 
 
 def main() -> None:
-    """Command line: that of jax_replay.py."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", default="dqn_cartpole", help="an experiment")
+    parser.add_argument("overrides", nargs="*", help="as of `torchpod train`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="of all environments; by default those of the experiment")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
-    overrides = [f"experiment={args.case}", f"device={args.device}"]
-    overrides += [] if args.steps is None else [f"total_env_steps={args.steps}"]
-    print(json.dumps(measure(overrides, seed=args.seed)))
+    own = [] if args.steps is None else [f"total_env_steps={args.steps}"]
+    print(json.dumps(measure([*args.overrides, *own, f"device={args.device}"], seed=args.seed)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torchpod.bench import compare, harness, processes
 from torchpod.bench.anakin import compile_rows, describe, noted
 from torchpod.bench.compare import TOO_EARLY, RowMaker
 from torchpod.bench.harness import Record
-from torchpod.bench.processes import Measured, Worker
+from torchpod.bench.processes import Worker
 
 
 class Case(NamedTuple):
@@ -99,7 +99,7 @@ def main(
             new = [make.rate(case.name, a, b, peer_name=peer.name)]
             told = TOO_EARLY if case.mode == "update" else ""
             if case.learn:
-                told = returned((a, b))
+                told = compare.returned((a, b))
                 record.failures += compare.untrained(case.name, case.env, (a, b))
             new[0] = noted(new[0], told)
             if case.mode == "update":
@@ -109,12 +109,6 @@ def main(
                 print(describe(record.rows[-1]), flush=True)
             record.failures += compare.problems(case.name, a, b, returns=case.learn > 0)
     return record.status
-
-
-def returned(sides: Sequence[Measured]) -> str:
-    """What each side learned, in the mean of its rounds."""
-    found = [(side[0]["framework"], processes.mean_return(side)) for side in sides if isinstance(side, list)]
-    return "returns: " + ", ".join(f"{name} {'none' if mean is None else format(mean, '.3g')}" for name, mean in found)
 
 
 def default_workers() -> tuple[Worker, Worker]:

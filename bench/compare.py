@@ -25,6 +25,7 @@ TOO_EARLY = "returns say nothing in so few steps"
 RANDOM = {"cartpole": 22.2, "minatar_breakout": 0.39, "pendulum": -1225.0}
 """Mean returns of a random policy."""
 LEARNED = {"cartpole": 44.0, "minatar_breakout": 0.8, "pendulum": -300.0, "inverted_pendulum": 140.0}
+LEARNED |= {"dqn_cartpole": 400.0, "sac_pendulum": -300.0, "td3_pendulum": -300.0}
 """What both sides must reach where they had time to learn: about twice those, of Pendulum a quarter of what is lost; of
 Brax's inverted pendulum, where actions are greedy in the end, twice the 70 of a network that has learned nothing."""
 # A worker that got less of its core than this was not alone on it, and one that uses several cores if it got less than
@@ -227,7 +228,7 @@ def _told(measurement: Measurement) -> dict[str, Any]:
 
 def unequal_work(ours: Measurement, peer: Measurement) -> list[str]:
     """Where the two sides did not do the same work, sentences."""
-    unsaid = {"population": 1, "env": "", "device": "cpu", "tf32": False}
+    unsaid = {"population": 1, "env": "", "device": "cpu", "tf32": False, "sampled_rows": 0}
     a, b = ({**unsaid, **side} for side in (ours, peer))
     return [
         f"unequal work: {key} is {a[key]!r} in {ours['framework']} and {b[key]!r} in {peer['framework']}."
@@ -273,6 +274,12 @@ def untrained(name: str, env: str, sides: Sequence[Measured]) -> list[Failure]:
             )
             found.append((name, sentence))
     return found
+
+
+def returned(sides: Sequence[Measured]) -> str:
+    """What each side learned, in the mean of its rounds."""
+    found = [(side[0]["framework"], mean_return(side)) for side in sides if isinstance(side, list)]
+    return "returns: " + ", ".join(f"{name} {'none' if mean is None else format(mean, '.3g')}" for name, mean in found)
 
 
 def problems(

@@ -49,6 +49,7 @@ class Measurement(TypedDict):
     iterations: int  # within one timed call
     total_iterations: int  # warm-up and timed together; the learning rate falls over these
     env: NotRequired[str]  # where a worker knows several
+    sampled_rows: NotRequired[int]  # of an update from replay
     population: NotRequired[int]  # members, whose steps are added up; num_envs and rows are those of one
     flops: NotRequired[float]  # of the networks in one environment step, with its share of the update (floor.py)
     compile_s: float

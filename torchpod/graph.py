@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchpod.trees import reader
+from torchpod.trees import copy, reader
 from torchpod.types import Tree
 
 
@@ -92,14 +92,14 @@ class Replay:
         moved = [(a, b) for a, b in zip(self._to, self._leaves(state), strict=True) if a is not b]
         if moved:
             to, given = zip(*moved, strict=True)
-            torch._foreach_copy_(to, [x.clone() if x.untyped_storage().data_ptr() in self._own else x for x in given])
+            copy([x.clone() if x.untyped_storage().data_ptr() in self._own else x for x in given], to)
 
     def keep(self) -> Tree:
         """A copy of the state, which the next `keep` overwrites."""
         if self._kept is None:
             self._kept = pytree.tree_map(torch.clone, self.state)
         else:
-            torch._foreach_copy_(self._leaves(self._kept), self._to)
+            copy(self._to, self._leaves(self._kept))
         return self._kept
 
     def _run(self) -> None:

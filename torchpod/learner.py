@@ -250,9 +250,7 @@ class Learner:
         numbers, zeros = self._begin(
             state, self.dealer.num_chunks(minibatches.steps, dealt=True), keys, lambda: minibatches
         )
-        stepped, metrics, priorities = self._learn(
-            state, minibatches, self.ranks.sum(moments), keys, numbers, zeros
-        )
+        stepped, metrics, priorities = self._learn(state, minibatches, self.ranks.sum(moments), keys, numbers, zeros)
         new = stepped._replace(buffers=state.buffers | stepped.buffers)
         return new, self._means(metrics), priorities
 

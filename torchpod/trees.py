@@ -42,6 +42,11 @@ def stack(trees: Iterable[Any]) -> Any:
     return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
 
+def copy(given: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    """Writes tensors into others of their shapes, all in one call: half a microsecond each."""
+    torch._foreach_copy_([*to], [*given])  # pyright: ignore[reportPrivateImportUsage]
+
+
 def contiguous(tree: Any) -> Any:
     """Tensors whose strides do not change from one step to the next, as those of views of a state may.
 

@@ -351,9 +351,7 @@ def adam(
     mu = jax.tree.map(lambda m, g: ADAM_B1 * m + (1 - ADAM_B1) * g, mu, gradient)
     nu = jax.tree.map(lambda v, g: ADAM_B2 * v + (1 - ADAM_B2) * g * g, nu, gradient)
     mu_scale, nu_scale = 1 / (1 - ADAM_B1**count), 1 / (1 - ADAM_B2**count)
-    moved = jax.tree.map(
-        lambda p, m, v: p - rate * m * mu_scale / (jnp.sqrt(v * nu_scale) + ADAM_EPS), params, mu, nu
-    )
+    moved = jax.tree.map(lambda p, m, v: p - rate * m * mu_scale / (jnp.sqrt(v * nu_scale) + ADAM_EPS), params, mu, nu)
     return moved, mu, nu
 
 

@@ -1,57 +1,99 @@
-"""Suite agents: what a run's summary says becomes a row, and a run that fails is told."""
+"""Suite agents: rounds of runs become a row, beside a peer if there is one, and a run that fails is told."""
 
+import dataclasses
 import json
-import time
+import sys
 
 import pytest
 
-from torchpod.bench import agents, harness, processes
+from torchpod.bench import agents, agents_worker, compare, harness, processes
 from torchpod.bench.agents import Case
+from torchpod.bench.processes import Worker
 
 SMALL = ("compile=false", "algo.replay.min_size=64", "algo.replay.capacity=1024")
+FAKE = """
+import json, sys
+seed = int(sys.argv[sys.argv.index("--seed") + 1])
+print(json.dumps({told} | {{"env_steps": [600.0], "wall_s": [{wall} * (1 + seed)]}}))
+"""
 
 
-@pytest.mark.slow
-def test_a_row_is_the_median_of_the_runs_summaries(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def no_calibration(monkeypatch):
     monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
-    out = tmp_path / "out.json"
-    cases = [Case("sac_pendulum", 600), Case("dqn_cartpole", 600)]
-    status = agents.main(str(out), cases=cases, rounds=2, only="sac", overrides=(*SMALL, "num_envs=8"))
+
+
+@pytest.fixture(scope="module")
+def measurement():
+    return agents_worker.measure(["experiment=sac_pendulum", "total_env_steps=600", *SMALL, "num_envs=8"], seed=3)
+
+
+def fake(name, measurement, wall, **changes):
+    code = FAKE.format(told=repr({**measurement, "framework": name, **changes}), wall=wall)
+    return Worker(name, (sys.executable, "-c", code))
+
+
+def test_a_run_is_measured_as_a_whole(measurement):
+    assert measurement["env_steps"] == [608.0]  # whole iterations of 32 steps
+    assert measurement["iterations"] == measurement["total_iterations"] == 19
+    assert measurement["minibatches"] == 8 and measurement["sampled_rows"] == 128 and measurement["wall_s"][0] > 0
+    assert measurement["episode_return"] is None  # 76 steps of each environment, whose episodes have 200
+
+
+def test_rows_stand_beside_the_peer_and_say_what_both_learned(tmp_path, measurement):
+    out, cases = tmp_path / "out.json", [Case("sac_pendulum", 600, peer=True), Case("dqn_cartpole", 600)]
+    learned = {"episode_return": -150.0, "episodes": 8}
+    workers = fake("torchpod", measurement, 0.5, **learned), fake("jax", measurement, 1.0, **learned)
+    assert agents.main(str(out), cases=cases, rounds=2, only="sac", workers=workers) == 0
     document = json.loads(out.read_text())
-    (row,) = document["rows"]
-    assert status == 0 and (row["name"], row["unit"]) == ("sac_pendulum/8", "env_steps/s")
-    low, high = sorted(row["repeats"])
-    assert 0 < low <= row["value"] <= high and document["only"] == "sac"
+    row, cold, warm = document["rows"]
+    assert (row["name"], row["unit"], row["ratio"], row["interval"]) == ("sac_pendulum/8", "env_steps/s", 2.0, [2, 2])
+    assert row["repeats"] == [1200, 600] and "returns: torchpod -150, jax -150" in row["note"]
+    assert (cold["name"], warm["name"]) == ("compile_cold_sac_pendulum/8", "compile_warm_sac_pendulum/8")
+    assert document["only"] == "sac" and document["device"] == "cpu"
 
 
-def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
-    rates = iter([5.0, 7.0, 6.0])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sampled_rows": 64}, "unequal work: sampled_rows is 128 in torchpod and 64 in jax."),
+        ({"episode_return": -900.0}, "jax learned to a mean return of -900.0, and must reach -300"),
+        ({"episode_return": -250.0}, "torchpod learned to a mean return of -120.0 and jax to -250.0"),
+    ],
+)
+def test_what_is_not_equal_is_told(changes, told, tmp_path, measurement, capsys):
+    workers = (
+        fake("torchpod", measurement, 0.5, episode_return=-120.0, episodes=8),
+        fake("jax", measurement, 1.0, **{"episode_return": -120.0, "episodes": 8} | changes),
+    )
+    case = Case("sac_pendulum", 600, peer=True)
+    assert agents.main(str(tmp_path / "out.json"), cases=[case], rounds=2, workers=workers) == 1
+    assert told in capsys.readouterr().err
 
-    def rate(case, *args):
-        if case.name == "sac_pendulum":
-            return processes.output_of(["false"], {}, "the run", core=None)
-        return next(rates)
 
-    monkeypatch.setattr(agents, "rate", rate)
-    out = tmp_path / "out.json"
-    assert agents.main(str(out), cases=[Case("sac_pendulum", 600), Case("dqn_cartpole", 600)]) == 1
-    assert "sac_pendulum/8: the run failed (exit status 1)" in capsys.readouterr().err
+def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, measurement, capsys):
+    out, cases = tmp_path / "out.json", [Case("sac_pendulum", 600), Case("dqn_cartpole", 600)]
+    worker = fake("torchpod", measurement, 1.0)
+    code = "import sys; 'experiment=sac_pendulum' in sys.argv and sys.exit('no room')\n" + worker.command[-1]
+    failing = dataclasses.replace(worker, command=(*worker.command[:-1], code))
+    assert agents.main(str(out), cases=cases, workers=(failing, fake("jax", measurement, 1.0))) == 1
+    assert "sac_pendulum/8: torchpod failed (exit status 1): no room" in capsys.readouterr().err
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["name"].startswith("dqn_cartpole/") and row["value"] == 6.0
+    assert row["name"] == "dqn_cartpole/64" and row["value"] == 300.0 and row["peer"] is None
 
 
-def test_what_there_was_no_time_for_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "calibrate", lambda core: {"2048x64x64": 50.0})
-    out = tmp_path / "out.json"
-    assert agents.main(str(out), cases=[Case("sac_pendulum", 600)], budget_s=-1.0) == 1
+def test_what_there_was_no_time_for_is_told(tmp_path, measurement, capsys):
+    out, worker = tmp_path / "out.json", fake("torchpod", measurement, 1.0)
+    assert agents.main(str(out), cases=[Case("sac_pendulum", 600)], budget_s=-1.0, workers=(worker, worker)) == 1
     assert "sac_pendulum/8: not measured, the time is over; use --only sac_pendulum." in capsys.readouterr().err
     assert json.loads(out.read_text())["rows"] == []
 
 
-def test_a_run_that_is_not_over_in_time_is_stopped():
-    with pytest.raises(processes.WorkerError, match="the run was still running after 1 s and was stopped"):
-        agents.rate(Case("sac_pendulum", 600), 0, None, SMALL, time.monotonic() + 1.0)
+def test_a_run_that_is_not_over_in_time_is_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(agents, "AFTER_BUDGET_S", -1e9)
+    sleeper = Worker("torchpod", (sys.executable, "-c", "import time; time.sleep(60)"))
+    agents.main(str(tmp_path / "out.json"), cases=[Case("sac_pendulum", 600)], workers=(sleeper, sleeper), budget_s=99)
+    assert "torchpod was still running after 1 s and was stopped" in capsys.readouterr().err
 
 
 def test_every_case_is_a_run():
@@ -60,3 +102,24 @@ def test_every_case_is_a_run():
         assert config.total_env_steps == case.steps and config.algo.replay is not None
         assert config.algo.name == case.name.removeprefix("sebulba_").split("_")[0]
         assert config.loop.name == ("sebulba" if case.name.startswith("sebulba_") else "anakin")
+        assert not case.peer or (case.name in compare.LEARNED and config.experiment_name == case.name)
+
+
+@pytest.mark.slow
+def test_sebulba_is_measured_too():
+    overrides = ("experiment=dqn_cartpole", "loop=sebulba", "total_env_steps=4096", *SMALL)
+    measured = agents_worker.measure(overrides)
+    assert 3000 < measured["env_steps"][0] <= 4096 and measured["wall_s"][0] > 0 and measured["episodes"] >= 0
+
+
+def test_the_peers_settings_are_the_experiments():
+    python, missing = processes.peers_python()
+    if missing:
+        pytest.skip(f"peers: {missing}")
+    code = "import json, jax_replay; print(json.dumps([jax_replay.measure(c, steps=1500) for c in jax_replay.WORK]))"
+    found = processes.output_of(
+        [python, "-c", f"import sys; sys.path.insert(0, 'bench/peers'); {code}"], {}, "the peer", core=None
+    )
+    for theirs, case in zip(json.loads(found), [c for c in agents.CASES if c.peer], strict=True):
+        own = [*case.overrides, "total_env_steps=1500", "compile=false"]
+        assert theirs["env"] == case.name and compare.unequal_work(agents_worker.measure(own), theirs) == []

@@ -265,7 +265,47 @@ def test_inputs_come_in_any_layout(population, generator):
     require_close_to_float64(gradient_of(net), params, x, population)
 
 
-def test_a_gradient_with_respect_to_the_input_is_left_alone(generator):
+@pytest.mark.parametrize("population", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+def test_a_policy_learns_from_critics_whose_input_alone_has_a_gradient(activation, population, generator):
+    """As DDPG, TD3 and SAC do: the policy's own output goes through tanh."""
+    policy, critic = network([3, 64, 48, 2], activation), network([5, 32, 64, 1], activation)
+    lead = () if population == 1 else (population,)
+    params, x = (parameters(policy, population), parameters(critic, population)), torch.randn(*lead, 77, 3)
+
+    def gradient(params, x):
+        def loss(own):
+            action = torch.func.functional_call(policy, own, (x,)).tanh()
+            value = torch.func.functional_call(critic, params[1], (torch.cat([x, action], -1),))
+            return (value.sin() * torch.arange(value.numel()).view_as(value)).sum()
+
+        return torch.func.grad(loss)(params[0])
+
+    mapped = gradient if population == 1 else torch.vmap(gradient)
+    assert operators(mapped, params, x) == ["mlp3_backward", "mlp3_dx", "mlp3_kept", "mlp3_kept"]
+    require_close_to_float64(gradient, params, x, population)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, [70, 32, 1]])
+def test_gradients_of_inputs_alone_are_right_in_every_size(sizes, generator):
+    """The operator itself, also where threads share out rows, or networks."""
+    mlp.load()
+    gxx.load_needed()
+    net, n = network(sizes, nn.ReLU), len(sizes) - 1
+    params = parameters(net)
+    flat, op = list(params.values()), getattr(torch.ops.torchpod, f"mlp{n}_dx")
+    for rows in (1, 5, 98, 1025):
+        x, doutput = torch.randn(rows, sizes[0], requires_grad=True), torch.randn(rows, sizes[-1])
+        _, *hidden = getattr(torch.ops.torchpod, f"mlp{n}_kept")(x.detach(), *flat, 2)
+        (expected,) = torch.autograd.grad(output_of(net)(params, x), x, doutput)
+        dx = op(doutput, *hidden, *flat[::2], 2)
+        torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-4)
+        twice = [torch.stack([y, -2.0 * y]) for y in (doutput, *hidden, *flat[::2])]
+        twice[1:] = [torch.stack([y[0], y[0]]) for y in twice[1:]]
+        torch.testing.assert_close(op(*twice, 2), torch.stack([dx, -2.0 * dx]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_with_respect_to_both_is_left_alone(generator):
     net, x = network([4, 16, 2]), torch.randn(20, 4)
 
     def both(params, x):

@@ -156,10 +156,11 @@ class _InputGradient(NamedTuple):
 
 
 class _Network(NamedTuple):
-    """Its layers, and its backward pass if there is one."""
+    """Its layers, and one of its backward passes if there is one."""
 
     layers: list[_Layer]
-    gradient: _Gradient | _InputGradient | None
+    gradient: _Gradient | None
+    input_gradient: _InputGradient | None
 
     @property
     def x(self) -> Node:
@@ -186,10 +187,10 @@ def fuse(module: GraphModule) -> bool:
         chain = _chain(layer, layers)
         if chain is None:
             continue
-        gradient = _gradient(chain) or _input_gradient(chain)
-        if gradient is None and any(len(list(_users(layer.x))) > 1 for layer in chain[1:]):
+        gradient, of_input = _gradient(chain), _input_gradient(chain)
+        if not (gradient or of_input) and any(len(list(_users(layer.x))) > 1 for layer in chain[1:]):
             continue  # somebody needs the hidden layers
-        found.append(_Network(chain, gradient))
+        found.append(_Network(chain, gradient, of_input))
     if not found:
         return False
     on_gpu = []
@@ -201,8 +202,8 @@ def fuse(module: GraphModule) -> bool:
             on_gpu.append(network)
         else:
             hidden = _insert_forward(graph, network)
-            if isinstance(network.gradient, _InputGradient):
-                _insert_input_gradient(graph, network, hidden[1:], network.gradient)
+            if network.input_gradient:
+                _insert_input_gradient(graph, network, hidden[1:], network.input_gradient)
             elif network.gradient:
                 _insert_backward(graph, network, hidden, network.gradient)
     while on_gpu:
@@ -319,11 +320,14 @@ def _chain(head: _Layer, layers: dict[Node, _Layer]) -> list[_Layer] | None:
             break
         kinds.add(y.target)
         chain.insert(0, before)
-    ends = any(user.target in ACTIVATIONS for user in _users(head.output))
+    goes_on = any(
+        user.target in ACTIVATIONS and any(_layer_input(after, user) for after in _users(user))
+        for user in _users(head.output)
+    )
     output = _value(head.output)
     if output.device.type == "cuda" and output.shape[-1] > WIDEST["cuda"]:
         return None
-    return None if ends or len(chain) not in NUM_LAYERS or len(kinds) > 1 else chain
+    return None if goes_on or len(chain) not in NUM_LAYERS or len(kinds) > 1 else chain
 
 
 def _layer_input(user: Node, y: Node) -> bool:
@@ -455,7 +459,7 @@ def _item(graph: Graph, node: Node, index: int) -> Node:
 
 def _insert_forward(graph: Graph, network: _Network) -> list[Node]:
     """Returns x and the hidden layers, or nothing if they are not kept."""
-    layers, kept = network.layers, network.gradient is not None
+    layers, kept = network.layers, bool(network.gradient or network.input_gradient)
     with graph.inserting_before(layers[-1].output):
         made = _call(graph, f"mlp{len(layers)}{'_kept' * kept}", (network.x, *network.parameters, network.kind))
         results = [_item(graph, made, i) for i in range(len(layers))] if kept else [made]

@@ -23,7 +23,7 @@ from torchpod import random
 from torchpod.bounds import bounded
 from torchpod.hints import human_bytes
 from torchpod.replay import frames, memory, sum_tree
-from torchpod.trees import reader
+from torchpod.trees import copy, reader
 from torchpod.types import LAST, ActorOutput, TimeStep, Trajectory, Tree
 
 _CANDIDATES = 4
@@ -224,8 +224,7 @@ class ReplayBuffer:
         leaves = self._read(given)
         if unroll.device.type == "cpu":  # memory that lies together; `index_copy_` takes ten times as long
             slots = self._slots(int(unroll))
-            given = [x.narrow(self.axis, 0, slot.shape[self.axis]) for x, slot in zip(leaves, slots, strict=True)]
-            torch._foreach_copy_(slots, given)
+            copy([x.narrow(self.axis, 0, slot.shape[self.axis]) for x, slot in zip(leaves, slots, strict=True)], slots)
         else:
             for to, x in zip(self._read(self.storage), leaves, strict=True):
                 length = to.shape[self.axis] // self.num_unrolls
