@@ -23,6 +23,18 @@ def test_a_state_that_moves_its_own_leaves_around():
         assert all(torch.equal(x, y) for x, y in zip(replay.state, want, strict=True))
 
 
+def test_what_is_kept_stays_until_the_next_is():
+    replay = Replay(
+        lambda x: ((x[0] + 1, x[1]), ()), (torch.zeros(3), torch.ones((), dtype=torch.int64)), capture=False
+    )
+    kept = replay.keep()
+    replay()
+    assert kept[0].tolist() == [0, 0, 0] and replay.state[0].tolist() == [1, 1, 1]
+    replay.load(kept)
+    kept[0].add_(5)  # a copy of its own
+    assert replay.state[0].tolist() == [0, 0, 0] and replay.keep() is kept and kept[0].tolist() == [0, 0, 0]
+
+
 class FakeCuda:
     """Notes what a capture does with devices and streams."""
 
