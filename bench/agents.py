@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchpod.bench import compare, harness, processes
+from torchpod.bench import anakin, compare, harness, processes
 from torchpod.bench.anakin import compile_rows, describe
 from torchpod.bench.compare import RowMaker
 from torchpod.bench.harness import Record
@@ -103,6 +103,8 @@ def main(
     extra = {"core": core, "device": device, "rounds": rounds, "quick": quick, "only": only, "budget_s": budget_s}
     with Record("agents", json_path, **extra) as record:
         record.calibrate(core)
+        if device == "cpu" and not workers and not quick:
+            anakin.make_libraries(anakin.default_workers()[0])
         for case in harness.chosen(cases, only, "agents"):
             name = f"{case.name}/{load([*case.overrides, *overrides]).num_envs}"
             if time.monotonic() > deadline:

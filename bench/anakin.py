@@ -245,7 +245,7 @@ def compile_rows(
     starts: Sequence[Mapping[str, Measured]],
     firsts: Sequence[Measured] = (),
 ) -> list[Row]:
-    """Seconds to compile the whole of PPO: cold, warm, and in torchpod's first starts beside the peer's cold ones.
+    """Seconds to compile all programs of a run: cold, warm, and in torchpod's first starts beside the peer's cold ones.
 
     Args:
       make: of rows.

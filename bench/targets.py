@@ -107,6 +107,20 @@ _TRAIN_WARM = Target(
 )
 
 
+_REPLAY = (
+    "tensors that programs hand over, for an update of 128 rows is 0.1 to 0.2 ms of products: a quarter of the time of "
+    "SAC and TD3, by perf, and what lies between the programs, another quarter; of TD3 also the policy's gradient, "
+    "which the peer leaves out in every other update; tried: kept and loaded states, metrics and unrolls in one call "
+    "each, the updates' beginnings in the recorded call, critics and policies as one operator each, which gave 1.2 to "
+    "1.3 x, by hand in turn (docs/design.md, section 4)"
+)
+_REPLAY_COLD = Target(
+    ratio=3.0,
+    bound="g++: of 17 to 24 s on a core of an Intel Xeon 3.4 to 4.2 are tracing, passes and look-ups, as in a warm "
+    "start; the rest is the C++ of an iteration's programs, which XLA, with its own code generator, compiles in 5",
+)
+
+
 def _ppo(*targets: tuple[str, float | None, float, str]) -> dict[str, Target]:
     """Rates, and what every program takes to compile."""
     found = {name: Target(ratio=ratio, bound=bound, stated=stated) for name, ratio, stated, bound in targets}
@@ -146,6 +160,10 @@ TARGETS: Mapping[str, Mapping[str, Target]] = {
     )
     | {f"ppo_minatar_breakout_dense/{num_envs}": Target(ratio=1.3, bound=_DENSE) for num_envs in (64, 1024)}
     | {"compile_first_ppo_cartpole/1024": _FIRST, "train_warm_cartpole/1024": _TRAIN_WARM},
+    "agents": {
+        name: Target(ratio=1.0, bound=_REPLAY) for name in ("dqn_cartpole/64", "sac_pendulum/8", "td3_pendulum/8")
+    }
+    | {"compile_cold_*": _REPLAY_COLD, "compile_warm_*": Target(most=5.0)},
     "envs": {
         "cartpole/2048": Target(ratio=1.0, stated=19.4e6),
         "pendulum/2048": Target(ratio=1.0, stated=12.5e6),

@@ -127,10 +127,10 @@ def average(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     alike: dict[Any, list[str]] = {}
     for name, x in history[-1].items():
         kind = "" if name.startswith(("loss/", "grad_norm/")) else name[-4:]
-        kind = _EXTREMES.get(kind, _mean), x.device, x.dtype, tuple(name in h for h in history)
+        kind = _EXTREMES.get(kind, _mean), x.device, x.dtype, x.shape, tuple(name in h for h in history)
         alike.setdefault(kind, []).append(name)
     reduced = {}
-    for (reduce, _, _, has), names in alike.items():  # together they take as long as one
+    for (reduce, *_, has), names in alike.items():  # together they take as long as one
         kept = [torch.stack([h[name] for name in names]) for h, own in zip(history, has, strict=True) if own]
         reduced |= zip(names, reduce(torch.stack(kept)).unbind(), strict=True)
     return {name: reduced[name] for name in history[-1]}
@@ -167,5 +167,6 @@ def mean_metrics(history: list[dict[str, Tensor]], names: Sequence[str] = ()) ->
     on_host = {}
     for device in {value.device for value in metrics.values()}:  # one copy from each
         names = [name for name, value in metrics.items() if value.device == device]
+        # In float64, as `episodes` are: of several types a stack has the largest.
         on_host |= zip(names, torch.stack([metrics[name] for name in names]).double().cpu().unbind(), strict=True)
     return {name: on_host[name] for name in metrics}

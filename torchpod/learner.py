@@ -144,8 +144,9 @@ class Learner:
         self._sum_chunks = compiler.recorded(self._sum_chunks_of)
         # With others, sums over ranks lie between the steps.
         recorded = compiler.recorded if ranks.world_size == 1 else lambda fn: fn
-        self._steps, self._epochs = recorded(self._steps_of), recorded(self._epochs_of)
-        self._ready, self._learn = compiler(self._ready_one), recorded(self._learn_of)
+        self._epochs, self._learn = recorded(self._epochs_of), recorded(self._learn_of)
+        self._steps = recorded(self._steps_of)  # a part of these two, and by itself where they cannot be
+        self._ready = compiler(self._ready_one)
         self._has_statistics = any(isinstance(module, RunningMoments) for module in agent.modules())
         self._observe = compiler(self._observe_one)
         self._absorb = compiler(self._absorb_one)

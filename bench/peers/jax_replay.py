@@ -2,10 +2,12 @@
 
 The work of torchpod's experiments dqn_cartpole, sac_pendulum and td3_pendulum: of these are the environments, the steps
 between updates, the rows per update, networks and settings, and the losses, which are the papers'. Environments are
-those of jax_ppo.py, and so is the ending: a time limit ends an episode like any other end, as in purejaxrl and rejax.
-A whole run, from the first parameters on, is one `lax.scan` inside one `jit`; what is kept lies in its carry and is
-written in place. What JAX programs of this kind can do better than most is done here: one draw for all updates of an
-iteration, and TD3's policy takes no gradient in an update that is not its turn.
+those of jax_ppo.py, and so is the ending: a time limit ends an episode like any other end, as in purejaxrl and rejax,
+where torchpod goes on with the value of what follows. Left out is what torchpod has besides: metrics of every update, a
+check for gradients that are not finite, norms of gradients that are not clipped, targets of SAC's policy, steps that
+only reset. A whole run, from the first parameters on, is one `lax.scan` inside one `jit`; what is kept lies in its
+carry and is written in place. What JAX programs of this kind can do better than most is done here: one draw for all
+updates of an iteration, and TD3's policy takes no gradient in an update that is not its turn.
 
     taskset -c 0 python bench/peers/jax_replay.py --case dqn_cartpole
 

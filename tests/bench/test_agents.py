@@ -83,8 +83,8 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, measurement, ca
 
 
 def test_what_there_was_no_time_for_is_told(tmp_path, measurement, capsys):
-    out, worker = tmp_path / "out.json", fake("torchpod", measurement, 1.0)
-    assert agents.main(str(out), cases=[Case("sac_pendulum", 600)], budget_s=-1.0, workers=(worker, worker)) == 1
+    out, workers = tmp_path / "out.json", [fake(name, measurement, 1.0) for name in ("torchpod", "jax")]
+    assert agents.main(str(out), cases=[Case("sac_pendulum", 600)], budget_s=-1.0, workers=workers) == 1
     assert "sac_pendulum/8: not measured, the time is over; use --only sac_pendulum." in capsys.readouterr().err
     assert json.loads(out.read_text())["rows"] == []
 
@@ -92,7 +92,8 @@ def test_what_there_was_no_time_for_is_told(tmp_path, measurement, capsys):
 def test_a_run_that_is_not_over_in_time_is_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(agents, "AFTER_BUDGET_S", -1e9)
     sleeper = Worker("torchpod", (sys.executable, "-c", "import time; time.sleep(60)"))
-    agents.main(str(tmp_path / "out.json"), cases=[Case("sac_pendulum", 600)], workers=(sleeper, sleeper), budget_s=99)
+    workers, cases = (sleeper, dataclasses.replace(sleeper, name="jax")), [Case("sac_pendulum", 600)]
+    assert agents.main(str(tmp_path / "out.json"), cases=cases, workers=workers, budget_s=99) == 1
     assert "torchpod was still running after 1 s and was stopped" in capsys.readouterr().err
 
 
@@ -112,7 +113,35 @@ def test_sebulba_is_measured_too():
     assert 3000 < measured["env_steps"][0] <= 4096 and measured["wall_s"][0] > 0 and measured["episodes"] >= 0
 
 
+SETTINGS = """
+import json, sys
+sys.path.insert(0, "bench/peers")
+import jax_replay
+for name, make in jax_replay.WORK.items():
+    work = make()._asdict() | {"min_size": jax_replay.MIN_SIZE, "fill": jax_replay.fill_iterations(make())}
+    print(json.dumps({k: v for k, v in work.items() if isinstance(v, int | float)}))
+"""
+
+
 def test_the_peers_settings_are_the_experiments():
+    python, missing = processes.peers_python()
+    if missing:
+        pytest.skip(f"peers: {missing}")
+    found = processes.output_of([python, "-c", SETTINGS], {}, "the peer", core=None).splitlines()
+    for line, case in zip(found, [c for c in agents.CASES if c.peer], strict=True):
+        theirs, algo = json.loads(line), agents.load([f"experiment={case.name}"]).algo
+        config, learner, replay = algo.agent, algo.learner, algo.replay
+        assert replay is not None
+        assert theirs["learning_rate"] == learner.learning_rate and theirs["anneals"] == learner.anneal_learning_rate
+        assert theirs["updates"] == learner.num_minibatches and theirs["max_grad_norm"] == learner.max_grad_norm
+        assert (theirs["capacity"], theirs["batch_size"]) == (replay.capacity, replay.batch_size)
+        for name in ("discount", "n_step", "reward_scale", "target_rate"):
+            assert name not in config or theirs[name] == config[name]
+        assert config["hidden"] == [theirs["hidden"]] * 2 and theirs["min_size"] == replay.min_size
+
+
+@pytest.mark.slow
+def test_the_peer_does_the_same_work():
     python, missing = processes.peers_python()
     if missing:
         pytest.skip(f"peers: {missing}")

@@ -265,6 +265,13 @@ def test_inputs_come_in_any_layout(population, generator):
     require_close_to_float64(gradient_of(net), params, x, population)
 
 
+@pytest.fixture
+def three_threads():
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("population", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
 def test_a_policy_learns_from_critics_whose_input_alone_has_a_gradient(activation, population, generator):
@@ -287,22 +294,23 @@ def test_a_policy_learns_from_critics_whose_input_alone_has_a_gradient(activatio
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, [70, 32, 1]])
-def test_gradients_of_inputs_alone_are_right_in_every_size(sizes, generator):
+def test_gradients_of_inputs_alone_are_right_in_every_size(sizes, generator, three_threads):
     """The operator itself, also where threads share out rows, or networks."""
     mlp.load()
     gxx.load_needed()
-    net, n = network(sizes, nn.ReLU), len(sizes) - 1
+    kind = int(torch.randint(1, 3, ()))  # tanh or relu
+    net, n = network(sizes, [nn.Tanh, nn.ReLU][kind - 1]), len(sizes) - 1
     params = parameters(net)
     flat, op = list(params.values()), getattr(torch.ops.torchpod, f"mlp{n}_dx")
     for rows in (1, 5, 98, 1025):
         x, doutput = torch.randn(rows, sizes[0], requires_grad=True), torch.randn(rows, sizes[-1])
-        _, *hidden = getattr(torch.ops.torchpod, f"mlp{n}_kept")(x.detach(), *flat, 2)
+        _, *hidden = getattr(torch.ops.torchpod, f"mlp{n}_kept")(x.detach(), *flat, kind)
         (expected,) = torch.autograd.grad(output_of(net)(params, x), x, doutput)
-        dx = op(doutput, *hidden, *flat[::2], 2)
+        dx = op(doutput, *hidden, *flat[::2], kind)
         torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-4)
         twice = [torch.stack([y, -2.0 * y]) for y in (doutput, *hidden, *flat[::2])]
         twice[1:] = [torch.stack([y[0], y[0]]) for y in twice[1:]]
-        torch.testing.assert_close(op(*twice, 2), torch.stack([dx, -2.0 * dx]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(op(*twice, kind), torch.stack([dx, -2.0 * dx]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_gradient_with_respect_to_both_is_left_alone(generator):

@@ -382,6 +382,9 @@ def _input_gradient(chain: list[_Layer]) -> _InputGradient | None:
         ((own, dz),) = found.items()
         if any(_dz_of(user, layer.x) is own for user in _users(layer.x)):  # the weights get a gradient as well
             return None
+        # Of a hidden layer the next one and the derivative, and of its gradient the product.
+        if layer is not chain[0] and (len(list(_users(layer.x))) > 2 or len(list(_users(dz))) > 1):
+            return None
         doutput = doutput or own
     return _InputGradient(cast(Node, doutput), cast(Node, dz))
 

@@ -169,7 +169,6 @@ class ReplayBuffer:
         self.restore: Callable[[Tree], None] | None = None
         """What fills the storage as soon as there is one (segments.py)."""
         self._read: Callable[[Tree], tuple[Tensor, ...]] | None = None
-        self._places: dict[int, list[Tensor]] = {}
         self.storage: Tree = None
         """`{"timestep", "output": [S, B, ...], "actor_state": [S / T, B, ...]}`, from the first `insert` on. Of
         frames, `timestep` has the newest as its observation, and `goes_on`: whether the stack of the next step does."""
@@ -223,7 +222,9 @@ class ReplayBuffer:
         unroll = number % self.num_unrolls
         leaves = self._read(given)
         if unroll.device.type == "cpu":  # memory that lies together; `index_copy_` takes ten times as long
-            slots = self._slots(int(unroll))
+            place = int(unroll)
+            lengths = [(to, to.shape[self.axis] // self.num_unrolls) for to in self._read(self.storage)]
+            slots = [to.narrow(self.axis, place * length, length) for to, length in lengths]
             copy([x.narrow(self.axis, 0, slot.shape[self.axis]) for x, slot in zip(leaves, slots, strict=True)], slots)
         else:
             for to, x in zip(self._read(self.storage), leaves, strict=True):
@@ -354,14 +355,6 @@ class ReplayBuffer:
         if self.config.frame_stack > 1 and not self.rehearses:
             observation, parts = trajectory.timestep.observation, cast(dict[str, Tensor], given["timestep"])
             frames.check(observation, parts, self.config.frame_stack, self.axis, begins=begins)
-
-    def _slots(self, unroll: int) -> list[Tensor]:
-        """Where an unroll lies in every leaf of the storage."""
-        if unroll not in self._places:
-            assert self._read is not None
-            lengths = [(to, to.shape[self.axis] // self.num_unrolls) for to in self._read(self.storage)]
-            self._places[unroll] = [to.narrow(self.axis, unroll * length, length) for to, length in lengths]
-        return self._places[unroll]
 
     def _shape(self, name: str, x: Tensor) -> tuple[int, ...]:
         """Of all slots, for a leaf of `given[name]`."""
