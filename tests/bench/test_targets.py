@@ -5,6 +5,7 @@ import fnmatch
 import pytest
 
 from torchpod.bench import (
+    agents,
     anakin,
     envs,
     gpu,
@@ -16,6 +17,7 @@ from torchpod.bench import (
     targets,
 )
 from torchpod.bench.targets import Target
+from torchpod.compose import load
 
 KINDS = ("cold", "warm", "first")
 
@@ -56,6 +58,7 @@ def test_targets_are_those_of_rows_that_there_are():
     rates = {"anakin": [case.name for case in anakin.CASES]}
     rates["population"] = [population.name_of(case) for case in population.CASES]
     compiled = [f"compile_{kind}_{name}" for name in (*rates["anakin"], *rates["population"]) for kind in KINDS]
+    replayed = [f"{case.name}/{load(case.overrides).num_envs}" for case in agents.CASES]
     shares = [case.name.replace("impala_", "impala_of_raw_", 1) for case in gpu.HOST_CASES]
     layouts = [
         row
@@ -69,6 +72,7 @@ def test_targets_are_those_of_rows_that_there_are():
     ]
     rows = {
         "anakin": [*rates["anakin"], *compiled, "train_warm_cartpole/1024"],
+        "agents": [*replayed, *(f"compile_{kind}_{name}" for name in replayed for kind in KINDS)],
         "envs": [f"{case.name}/{envs.NUM_ENVS}" for case in (*envs.CASES, *envs.ALONE)],
         "gpu": [*shares, *(case.name for case in gpu.CASES), "whole_suite"],
         "losses": [case.name for case in losses.CASES],
