@@ -116,7 +116,7 @@ _REPLAY = (
 )
 _REPLAY_COLD = Target(
     ratio=3.0,
-    bound="g++: of 17 to 24 s on a core of an Intel Xeon 3.4 to 4.2 are tracing, passes and look-ups, as in a warm "
+    bound="g++: of 19 to 20 s on a core of an Intel Xeon 2.7 to 4.4 are tracing, passes and look-ups, as in a warm "
     "start; the rest is the C++ of an iteration's programs, which XLA, with its own code generator, compiles in 5",
 )
 
