@@ -8,41 +8,47 @@ that have one, is jax_replay.py; what differs is said there. On a GPU no case be
 tells which had no time. Read harness.py first.
 """
 
-import dataclasses
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from torchpod.bench import anakin, compare, harness, processes
-from torchpod.bench.anakin import compile_rows, describe
 from torchpod.bench.compare import RowMaker
 from torchpod.bench.harness import Record
-from torchpod.bench.processes import Measured, Worker, WorkerError
+from torchpod.bench.processes import Worker, WorkerError
 from torchpod.compose import load
 
 
 class Case(NamedTuple):
     """A run."""
 
-    name: str
-    """Of its row, and of the experiment if there are no settings."""
+    experiment: str
     steps: int
     """Of all environments, as many as the experiment has, or fewer, or more."""
-    settings: tuple[str, ...] = ()
     peer: bool = False
     """Whether jax_replay.py has it; then both sides must learn."""
+    settings: tuple[str, ...] = ()
+    """Besides those of the experiment."""
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return f"sebulba_{self.experiment}" if "loop=sebulba" in self.settings else self.experiment
 
     @property
     def overrides(self) -> list[str]:
         """What `torchpod train` would be told."""
-        return [*(self.settings or [f"experiment={self.name}"]), f"total_env_steps={self.steps}"]
+        return [f"experiment={self.experiment}", f"total_env_steps={self.steps}", *self.settings]
+
+    def arguments(self, seed: int, device: str) -> list[str]:
+        """Of one run of a worker; the same for both sides."""
+        given = ["--case", self.experiment, "--steps", self.steps, "--seed", seed, "--device", device, *self.settings]
+        return [str(x) for x in given]
 
 
 CASES = (
@@ -54,8 +60,8 @@ CASES = (
     Case("c51_minatar_breakout", 100_000),
     Case("r2d2_memory_chain", 100_000),
     Case("r2d2_minatar_asterix", 100_000),
-    Case("sebulba_dqn_cartpole", 300_000, ("experiment=dqn_cartpole", "loop=sebulba")),
-    Case("sebulba_r2d2_memory_chain", 100_000, ("experiment=r2d2_memory_chain", "loop=sebulba")),
+    Case("dqn_cartpole", 300_000, settings=("loop=sebulba",)),
+    Case("r2d2_memory_chain", 100_000, settings=("loop=sebulba",)),
 )
 
 GPU_BUDGET_S = 440.0
@@ -71,7 +77,6 @@ def main(
     only: str | None = None,
     cases: Sequence[Case] = CASES,
     rounds: int = 3,
-    overrides: Sequence[str] = (),
     budget_s: float | None = None,
     workers: tuple[Worker, Worker] | None = None,
 ) -> int:
@@ -83,7 +88,6 @@ def main(
       only: measure the rows whose names begin with this; the page then shows this run in their place.
       cases: what to measure.
       rounds: times that each side runs, in turn; the first compiles cold.
-      overrides: of torchpod's runs.
       budget_s: what is not begun by then is not measured; by default there is no limit on a CPU.
       workers: torchpod's and the peer's; None for the real ones.
 
@@ -106,20 +110,19 @@ def main(
         if device == "cpu" and not workers and not quick:
             anakin.make_libraries(anakin.default_workers()[0])
         for case in harness.chosen(cases, only, "agents"):
-            name = f"{case.name}/{load([*case.overrides, *overrides]).num_envs}"
+            name = f"{case.name}/{load(case.overrides).num_envs}"
             if time.monotonic() > deadline:
                 record.failures.append((name, f"not measured, the time is over; use --only {case.name}."))
                 continue
             sides = (ours, peer) if case.peer else (ours,)
-            results = measured(case, sides, rounds, device, core, overrides, deadline + AFTER_BUDGET_S)
+            arguments = [case.arguments(seed, device) for seed in range(rounds)]
+            results = processes.interleave(sides, arguments, core=core, deadline=deadline + AFTER_BUDGET_S)
             a, b = results[ours.name], results.get(peer.name)
             if b is not None:
-                row = make.rate(name, a, b, peer_name=peer.name)
-                new = [dataclasses.replace(row, note="; ".join(filter(None, [row.note, compare.returned((a, b))])))]
+                new = [anakin.noted(make.rate(name, a, b, peer_name=peer.name), compare.returned((a, b)))]
                 if device == "cpu" and rounds > 1:
-                    new += compile_rows(make, name, (ours, peer), [results])
-                record.failures += compare.problems(name, a, b)
-                record.failures += [] if overrides else compare.untrained(name, case.name, (a, b))
+                    new += anakin.compile_rows(make, name, (ours, peer), [results])
+                record.failures += compare.problems(name, a, b) + compare.untrained(name, case.name, (a, b))
             elif isinstance(a, WorkerError):
                 record.failures.append((name, str(a)))
                 continue
@@ -128,7 +131,7 @@ def main(
                 new = [make.alone(name, statistics.median(rates), "env_steps/s", rates)]
             for row in new:
                 record.rows.append(row)
-                print(describe(row), flush=True)
+                print(anakin.describe(row), flush=True)
             record.calibrate(core)
     return record.status
 
@@ -141,33 +144,3 @@ def default_workers(device: str) -> tuple[Worker, Worker]:
         Worker("torchpod", (sys.executable, "-m", "torchpod.bench.agents_worker")),
         Worker("jax", (python, driver), missing=missing),
     )
-
-
-def measured(
-    case: Case,
-    sides: Sequence[Worker],
-    rounds: int,
-    device: str,
-    core: int | None,
-    overrides: Sequence[str],
-    deadline: float,
-) -> dict[str, Measured]:
-    """The rounds of each side; none goes on after the `deadline` of `time.monotonic`."""
-    results: dict[str, Measured] = {side.name: [] for side in sides}
-    with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-        for seed in range(rounds):
-            for side in sides:
-                done = results[side.name]
-                if isinstance(done, WorkerError):
-                    continue
-                # The first, torchpod's, takes settings of any kind; a peer knows the experiment by its name.
-                own = [*case.overrides, *overrides] if side is sides[0] else ["--case", case.name]
-                arguments = [*own, "--seed", str(seed), "--steps", str(case.steps), "--device", device]
-                timeout_s = min(1800.0, max(1.0, deadline - time.monotonic()))
-                try:
-                    run = processes.run_worker(side, arguments, core=core, cache_dir=Path(cache), timeout_s=timeout_s)
-                except WorkerError as error:
-                    results[side.name] = error
-                else:
-                    done.append(run)
-    return results

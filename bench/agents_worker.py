@@ -1,6 +1,6 @@
 """The torch side of suite `agents`: one run, one JSON line, as bench/peers/jax_replay.py prints it.
 
-taskset -c 0 python -m torchpod.bench.agents_worker experiment=dqn_cartpole
+taskset -c 0 python -m torchpod.bench.agents_worker --case dqn_cartpole
 
 It is what `torchpod train` does between compilation and evaluation, without its logs and checkpoints.
 """
@@ -77,15 +77,17 @@ def measure(overrides: Sequence[str], *, seed: int = 0) -> Measurement:
 
 
 def main() -> None:
-    """Command line."""
+    """Command line: that of jax_replay.py, and settings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("overrides", nargs="*", help="as of `torchpod train`")
+    parser.add_argument("--case", default="dqn_cartpole", help="an experiment")
+    parser.add_argument("settings", nargs="*", help="as of `torchpod train`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="of all environments; by default those of the experiment")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
-    own = [] if args.steps is None else [f"total_env_steps={args.steps}"]
-    print(json.dumps(measure([*args.overrides, *own, f"device={args.device}"], seed=args.seed)))
+    overrides = [f"experiment={args.case}", f"device={args.device}", *args.settings]
+    overrides += [] if args.steps is None else [f"total_env_steps={args.steps}"]
+    print(json.dumps(measure(overrides, seed=args.seed)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ with full ones, so that compile time comes cold and warm.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +127,7 @@ def interleave(
     core: int | Sequence[int] | None,
     cache_dir: Path | None = None,
     timeout_s: float = 1800.0,
+    deadline: float = math.inf,
 ) -> dict[str, Measured]:
     """Runs every worker once per round, in turn.
 
@@ -134,21 +137,24 @@ def interleave(
       core: the core, or cores, that all are pinned to, None for no pinning.
       cache_dir: compile caches go here, one folder per worker; None: an empty one, and the first round compiles cold.
       timeout_s: of one run.
+      deadline: of `time.monotonic`, after which no run goes on.
 
     Returns:
       Each worker's measurements by round, or the error that ended its part.
     """
     if cache_dir is None:
         with tempfile.TemporaryDirectory(prefix="torchpod-bench-") as cache:
-            return interleave(workers, arguments, core=core, cache_dir=Path(cache), timeout_s=timeout_s)
+            options = {"core": core, "cache_dir": Path(cache), "timeout_s": timeout_s, "deadline": deadline}
+            return interleave(workers, arguments, **options)
     results: dict[str, Measured] = {worker.name: [] for worker in workers}
     for round_arguments in arguments:
         for worker in workers:
             done = results[worker.name]
             if isinstance(done, WorkerError):
                 continue
+            left_s = min(timeout_s, max(1.0, deadline - time.monotonic()))
             try:
-                done.append(run_worker(worker, round_arguments, core=core, cache_dir=cache_dir, timeout_s=timeout_s))
+                done.append(run_worker(worker, round_arguments, core=core, cache_dir=cache_dir, timeout_s=left_s))
             except WorkerError as error:
                 results[worker.name] = error
     return results

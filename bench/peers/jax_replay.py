@@ -34,7 +34,7 @@ from jax import Array, lax  # isort: skip
 UNROLL_LENGTH, MIN_SIZE = 4, 1000
 EPSILON, EXPLORATION_FRACTION = 0.05, 0.2
 LOG_STD = -20.0, 2.0
-NOISE_STD, TARGET_NOISE_STD, TARGET_NOISE_CLIP, POLICY_INTERVAL = 0.3, 0.2, 0.5, 2
+NOISE_STD, TARGET_NOISE_STD, TARGET_NOISE_CLIP = 0.3, 0.2, 0.5
 
 Layers = list[tuple[Array, Array]]
 Params = dict[str, Any]
@@ -61,7 +61,7 @@ class Work(NamedTuple):
     reward_scale: float = 1.0
     target_rate: float = 0.02
     targets: tuple[str, ...] = ()  # groups that have some
-    intervals: dict[str, int] = {}  # noqa: RUF012, updates from one step of a group to its next
+    policy_interval: int = 1  # updates of the critics per update of the policy and of all targets
     max_grad_norm: float = float("inf")
     anneals: bool = False
 
@@ -230,7 +230,7 @@ def td3_gradients(work: Work, params: Params, targets: Params, rows: Rows, noise
         return -mlp(params["critics"][0], jnp.concatenate([rows.observation, action], -1)).mean()
 
     zero = partial(jax.tree.map, jnp.zeros_like)
-    policy = lax.cond(number % POLICY_INTERVAL == 0, jax.grad(policy_loss), zero, params["policy"])
+    policy = lax.cond(number % work.policy_interval == 0, jax.grad(policy_loss), zero, params["policy"])
     return {"policy": policy, "critics": jax.grad(value_loss)(params["critics"])}
 
 
@@ -265,7 +265,7 @@ WORK = {
         **PENDULUM,
         num_noises=1,
         targets=("policy", "critics"),
-        intervals={"policy": POLICY_INTERVAL, "targets": POLICY_INTERVAL},
+        policy_interval=2,
     ),
 }
 
@@ -326,7 +326,7 @@ def update(work: Work, learner: Learner, rows: Rows, noise: Array, rate: Array) 
     gradients = work.gradients(work, learner.params, learner.targets, rows, noise, number)
     groups = {"params": {}, "mu": {}, "nu": {}}
     for group, gradient in gradients.items():
-        interval = work.intervals.get(group, 1)
+        interval = work.policy_interval if group == "policy" else 1
         old = learner.params[group], learner.mu[group], learner.nu[group]
         step = partial(adam, work, gradient, count=number // interval, rate=rate)
         new = step(old) if interval == 1 else lax.cond(number % interval == 0, step, lambda old: old, old)
@@ -334,7 +334,7 @@ def update(work: Work, learner: Learner, rows: Rows, noise: Array, rate: Array) 
             groups[name][group] = x
     follow = partial(jax.tree.map, lambda to, x: to + work.target_rate * (x - to))
     new_targets = {group: groups["params"][group] for group in work.targets}
-    if (interval := work.intervals.get("targets", 1)) == 1:
+    if (interval := work.policy_interval) == 1:
         targets = follow(learner.targets, new_targets)
     else:
         targets = lax.cond(number % interval == 0, follow, lambda old, new: old, learner.targets, new_targets)

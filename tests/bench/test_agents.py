@@ -74,7 +74,7 @@ def test_what_is_not_equal_is_told(changes, told, tmp_path, measurement, capsys)
 def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, measurement, capsys):
     out, cases = tmp_path / "out.json", [Case("sac_pendulum", 600), Case("dqn_cartpole", 600)]
     worker = fake("torchpod", measurement, 1.0)
-    code = "import sys; 'experiment=sac_pendulum' in sys.argv and sys.exit('no room')\n" + worker.command[-1]
+    code = "import sys; 'sac_pendulum' in sys.argv and sys.exit('no room')\n" + worker.command[-1]
     failing = dataclasses.replace(worker, command=(*worker.command[:-1], code))
     assert agents.main(str(out), cases=cases, workers=(failing, fake("jax", measurement, 1.0))) == 1
     assert "sac_pendulum/8: torchpod failed (exit status 1): no room" in capsys.readouterr().err
@@ -135,7 +135,7 @@ def test_the_peers_settings_are_the_experiments():
         assert theirs["learning_rate"] == learner.learning_rate and theirs["anneals"] == learner.anneal_learning_rate
         assert theirs["updates"] == learner.num_minibatches and theirs["max_grad_norm"] == learner.max_grad_norm
         assert (theirs["capacity"], theirs["batch_size"]) == (replay.capacity, replay.batch_size)
-        for name in ("discount", "n_step", "reward_scale", "target_rate"):
+        for name in ("discount", "n_step", "reward_scale", "target_rate", "policy_interval"):
             assert name not in config or theirs[name] == config[name]
         assert config["hidden"] == [theirs["hidden"]] * 2 and theirs["min_size"] == replay.min_size
 
