@@ -220,17 +220,15 @@ class ReplayBuffer:
                 self.restore(self.storage)
         number = iteration.reshape(-1)[:1]
         unroll = number % self.num_unrolls
-        leaves = self._read(given)
+        stored, axis = self._read(self.storage), self.axis
+        lengths = [to.shape[axis] // self.num_unrolls for to in stored]
+        parts = [x.narrow(axis, 0, length) for x, length in zip(self._read(given), lengths, strict=True)]
         if unroll.device.type == "cpu":  # memory that lies together; `index_copy_` takes ten times as long
             place = int(unroll)
-            lengths = [(to, to.shape[self.axis] // self.num_unrolls) for to in self._read(self.storage)]
-            slots = [to.narrow(self.axis, place * length, length) for to, length in lengths]
-            copy([x.narrow(self.axis, 0, slot.shape[self.axis]) for x, slot in zip(leaves, slots, strict=True)], slots)
+            copy(parts, [to.narrow(axis, place * length, length) for to, length in zip(stored, lengths, strict=True)])
         else:
-            for to, x in zip(self._read(self.storage), leaves, strict=True):
-                length = to.shape[self.axis] // self.num_unrolls
-                index = unroll * length + torch.arange(length, device=to.device)
-                to.index_copy_(self.axis, index, x.narrow(self.axis, 0, length))
+            for to, x, length in zip(stored, parts, lengths, strict=True):
+                to.index_copy_(axis, unroll * length + torch.arange(length, device=to.device), x)
         if isinstance(priorities, Priorities):
             self._make_room(priorities, (number + 1) * self.unroll_length)
 
